@@ -66,8 +66,8 @@ def masked_call(mask: Tensor, head_dim: int = 64, **fields: Any) -> AttentionCal
 
 
 def verify(name: str, call: AttentionCall, *, is_prepared: bool | None = None) -> None:
-    """Judge a kernel's outputs as the replay does: the drop-in's (`is_prepared=False`), the core's
-    (`True`), or of both if there is a core."""
+    """Judge the output of a kernel's drop-in (`is_prepared=False`), of its core (`True`), or of
+    both (None), as the replay does."""
     kernel = find(name)
     assert kernel.refuses(call) is None
     expected = Expected.of(call if kernel.chosen is None else restricted(call, kernel.chosen(call)))
@@ -84,7 +84,7 @@ def verify(name: str, call: AttentionCall, *, is_prepared: bool | None = None) -
 def assert_right(
     output: Tensor, reference: Tensor, call: AttentionCall, by: AccuracyClass = "exact"
 ) -> None:
-    """Judge an output against a given reference."""
+    """Judge an output by comparing it with a given reference."""
     assert output.dtype == call.dtype
     verdict = judge(output, replace(Expected.of(call), reference=reference), by)
     assert verdict.passed, verdict.sentence
@@ -96,8 +96,8 @@ def assert_near(output: Tensor, expected: Tensor) -> None:
 
 
 def watched_rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """Fill the memory that decode calls get for their parts with NaN, and their counters with
-    zeros; record both."""
+    """Give decode calls memory for parts that is filled with NaN and counters that are zero. Return
+    both for each call."""
     rooms: list[tuple[Tensor, Tensor]] = []
 
     def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:

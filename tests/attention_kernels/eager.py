@@ -1,4 +1,4 @@
-"""Expected results of our kernels, by the textbook formula in float64."""
+"""Expected results of our kernels, computed by the textbook formula in float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def scores(
 ) -> Tensor:
     """Return scale · QKᵀ + mask, (B, Hq, Sq, Sk) float64, -inf where a key is masked.
 
-    A bool mask means True = attend, a float mask is added; `is_causal` is aligned top left. With
-    both, both apply.
+    True in a bool mask means attend; a float mask is added. `is_causal` is aligned top left and may
+    be combined with a mask.
     """
     group = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -54,7 +54,7 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Attended:
-    """Return softmax(scale · QKᵀ + mask) · V; zeros where every key is masked."""
+    """Return softmax(scale · QKᵀ + mask) · V, with zeros for queries whose keys are all masked."""
     group = query.shape[1] // key.shape[1]
     score = scores(query, key, attn_mask, is_causal, scale)
     nothing = (score == -math.inf).all(dim=-1, keepdim=True)

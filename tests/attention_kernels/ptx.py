@@ -1,8 +1,8 @@
-"""An interpreter of the PTX in our inline assembly, for the 32 threads of a warp together.
+"""Interpreter of the PTX in our inline assembly, which runs the 32 threads of a warp together.
 
-It supports the part of PTX that we use: straight lines, predicates, exchanges between threads, and
-branches that all threads or no threads take. Other functions compile kernels and search the
-compiled programs.
+The interpreter supports the part of PTX that we use: straight-line code, predicates, exchanges
+between threads, and branches that all threads or no threads take. Other functions compile kernels
+and search the compiled programs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def run(text: str, registers: dict[str, Tensor]) -> bool:
-    """Run instructions on registers, (32,) each by name, and return whether it went past a branch
-    that it could have taken.
+    """Run instructions on named registers (32,), and return whether a branch was not taken.
 
     Raises:
         KeyError: an operation that we do not use, or a register without a value.
@@ -133,7 +132,7 @@ def compiled_for_hopper(
     is_causal: bool = False,
     fields: str = "",
 ) -> Path:
-    """Compile a kernel in another process, which needs no GPU, and return the file of a program.
+    """Compile a kernel in another process, which needs no GPU, and return the file of its PTX.
 
     Args:
         directory: an empty folder, which becomes Triton's cache.
@@ -158,8 +157,8 @@ def unfenced_arrivals(program: str) -> list[str]:
     """Return arrivals at a barrier in a compiled program while loads from shared memory may be
     under way.
 
-    TMA waits for such an arrival and then writes where the loads read. Neither the arrival nor
-    barriers before it keep TMA from overtaking the loads. Only a fence does.
+    TMA waits for such an arrival and then overwrites the memory that the loads read. Only a fence,
+    not the arrival or an earlier barrier, keeps TMA from overtaking the loads.
     """
     under_way, found = False, []
     for line in program.splitlines():

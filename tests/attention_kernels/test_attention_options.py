@@ -1,4 +1,4 @@
-"""The prefill and decode kernels with options beyond SDPA, judged as by the replay."""
+"""The prefill and decode kernels with options beyond SDPA pass the replay's judge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.attention_kernels.calls import DEVICE, LOADS, call_of, lengths, norma
 from tests.replay.kernels.pairwise import pairwise
 from tests.variant_calls import paged_call
 
-# The tanh of a large score is 1, even if an intermediate result overflows.
+# An overflow is harmless: the tanh of a large score is still 1.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 
@@ -85,7 +85,7 @@ def test_a_soft_cap_stands_before_the_mask() -> None:
     indirect=["size"],
 )
 def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
-    sinks = normal(4, seed=7)[::2]  # apart in memory
+    sinks = normal(4, seed=7)[::2]  # not adjacent in memory
     call = call_of(70, 140, head_dim, dtype=dtype, is_causal=True, sinks=sinks)
     verify("triton-fa2", call)
     verify("triton-fa2", replace(call, variant=AttentionVariant(True, (20, None), 5.0)))
@@ -105,7 +105,7 @@ def test_a_sink_is_part_of_the_log_sum_exp() -> None:
 
 @pytest.mark.parametrize(("name", "q_len"), [("triton-fa2", 70), ("triton-decode", 3)])
 def test_a_large_sink_leaves_the_keys_their_digits(name: str, q_len: int) -> None:
-    """A sink only divides the output: weights beside it are not rounded away."""
+    """A large sink makes the output small, but the weights of keys are not rounded to zero."""
     call = call_of(q_len, 140)
     call = call.with_tensors({"value": call.value * 1000})
     sinks = torch.full((2,), 12.0, device=DEVICE)
@@ -234,7 +234,7 @@ def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
     ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
 )
 def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
-    """The keys have several parts, and programs have several rows."""
+    """The keys are split into several parts, and programs have several rows."""
     call = call_of(q_len, 1500, q_heads=3, is_causal=is_causal, variant=variant)
     verify("triton-decode", call)
     verify("triton-paged-decode", call)

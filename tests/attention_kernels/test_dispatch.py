@@ -1,4 +1,4 @@
-"""`attention_kernels.attention`: the kernel it picks, the calls it refuses, and its results."""
+"""`attention_kernels.attention` picks a kernel, refuses calls, and returns right results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("contiguous_decode", (1, 300), {}),
         ("contiguous_decode", (3, 70, 8, 2), {"enable_gqa": True, "scale": 0.3}),
         ("prefill", (40, 70), {"is_causal": True}),
-        ("prefill", (16, 70, 16, 2), {"enable_gqa": True}),  # too many rows of a key head
+        ("prefill", (16, 70, 16, 2), {"enable_gqa": True}),  # too many rows per key head
         ("prefill", (40, 70), {"attn_mask": True}),
         ("masked_prefill", (40, 70), {"attn_mask": True}),
     ],

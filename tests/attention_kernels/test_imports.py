@@ -1,4 +1,4 @@
-"""Imports of `attention_kernels`, and its behaviour without Triton."""
+"""`attention_kernels` imports in the documented order, and explains itself without Triton."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_folders_import_from_those_drawn_below() -> None:
     rank = {name: place for place, name in enumerate(lines)}
     graph = import_graph("attention_kernels")
     TopologicalSorter(graph).prepare()  # a CycleError names the cycle
-    graph.pop("attention_kernels")  # its imports are lazy or for type checkers
+    graph.pop("attention_kernels")  # this module's imports are lazy or for type checkers
     folders = {name.split(".")[1] for name in graph}
     assert folders == set(lines)
     for importing, others in graph.items():

@@ -1,4 +1,4 @@
-"""Decoding with contiguous keys, for any shape, stride, mask and split of the keys."""
+"""Decoding works with contiguous keys, for any shape, stride, mask and split of the keys."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 def test_splits_change_nothing_but_rounding(splits: int) -> None:
-    """With 40 splits of 7 blocks of keys, most splits are empty."""
+    """If 7 blocks of keys are split into 40 parts, most parts are empty."""
     query, key, value = inputs(2, q_len=2, kv_len=100)
     tiles = Tiling(16, 4, 1, splits)
     output = split_kv.attend_to_cache(query, Cache(key, value), tiles=tiles)
@@ -99,7 +99,7 @@ def test_splits_change_nothing_but_rounding(splits: int) -> None:
 
 LENGTHS = [0, 1, 32, 33, 64, 150, 160, 3]
 MANY = 1e9
-"""Value of `worth` with which merging costs nothing."""
+"""Value of `worth` for which merging counts as free."""
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ MANY = 1e9
 def test_keys_assigned_by_length(
     in_pages: bool, assignment: KeyAssignment, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 16 keys, two heads. The expected parts are written, unless there is only one, and
-    no others. Counters are zeros again. Memory after a sequence is not read."""
+    """Keys have two heads and blocks of 16. Only the expected parts are written, and none if a head
+    has one part. Counters are zeros again. Memory after a sequence is not read."""
     query, key, value = inputs(len(LENGTHS), kv_len=160)
     for n, length in enumerate(LENGTHS):
         key[n, :, length:] = value[n, :, length:] = math.nan
@@ -142,8 +142,8 @@ def test_keys_assigned_by_length(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
 def test_assignment_by_visible_keys(window: tuple[int | None, int | None], is_causal: bool) -> None:
-    """A diagonal and a window keep different keys of each sequence visible. Rows share a
-    program."""
+    """A diagonal and a window keep different keys of each sequence visible. A program has several
+    rows."""
     query, key, value = inputs(5, 2, 1, q_len=3, kv_len=100)
     cache = Cache(key, value, lengths=lengths(100, 0, 67, 5, 48))
     sinks = half(2, seed=4)
@@ -164,7 +164,7 @@ def test_assignment_by_visible_keys(window: tuple[int | None, int | None], is_ca
 @given(st.data(), st.integers(1, 17), st.integers(1, 20))
 @settings(max_examples=6, deadline=None)
 def test_any_lengths_are_assigned_completely(data: st.DataObject, batch: int, shares: int) -> None:
-    """Batches of any size, even one that is not a power of two, and few programs."""
+    """Batches have any size, even one that is not a power of two, and there are few programs."""
     query, key, value = inputs(batch, 1, 1, kv_len=40, head_dim=16)
     drawn = data.draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
     cache = Cache(key, value, lengths=lengths(*drawn))
@@ -220,7 +220,7 @@ def test_nonfinite_numbers_spread_as_in_sdpa(bad: float, which: int) -> None:
 
 
 def test_nothing_outside_is_read_or_written() -> None:
-    """Inputs are views into tensors of NaN."""
+    """Inputs are views of tensors that are otherwise filled with NaN."""
     windows = []
     for each in inputs(2, q_len=3, kv_len=37, head_dim=40):
         around = each.new_full([size + 2 for size in each.shape], math.nan)
@@ -234,7 +234,7 @@ def test_nothing_outside_is_read_or_written() -> None:
 
 @st.composite
 def strided(draw: st.DrawFn, *shape: int, seed: int) -> Tensor:
-    """Draw a tensor of a shape whose axes lie in memory in any order, with gaps."""
+    """Draw a tensor whose axes lie in memory in any order, with gaps."""
     order = draw(st.permutations(range(4)))
     gaps = [draw(st.sampled_from([0, 0, 1, 3])) for _ in order]
     stored = half(*(shape[axis] + gap for axis, gap in zip(order, gaps, strict=True)), seed=seed)
@@ -276,7 +276,7 @@ any_plan = given(
 
 @any_plan
 def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
-    """Every row is in a block, no split is without keys, and the plan is the same each time."""
+    """Every row is in a block, no split is without keys, and repeated plans are equal."""
     found = plan(heads, rows, positions, dim, dim, access, 132)
     assert found.row_blocks * found.block_m >= rows
     assert found.block_d >= dim
@@ -290,8 +290,8 @@ def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) 
 def test_plans_to_merge(
     sequences: int, heads: int, rows: int, positions: int, dim: int, access: Access
 ) -> None:
-    """Every row is merged, no program waits for one that may not have begun, and a single program
-    reads at most as much of parts as each has read of keys and values."""
+    """Every row is merged, and no program waits for one that may not have begun. If a single
+    program merges, it reads no more bytes of parts than it has read of keys and values."""
     cut = plan(heads, rows, positions, dim, dim, access, 132, sequences=sequences)
     found = merging(cut, cut.tiling, heads, rows, 132)
     assert found.block_rows * found.row_chunks >= min(rows, cut.block_m)

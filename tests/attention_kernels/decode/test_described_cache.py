@@ -31,8 +31,8 @@ def small_caches_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, after: int) -> Cache:
-    """Return a cache with each sequence's tokens, and NaN elsewhere; `after` follows its last page
-    in the table."""
+    """Return a cache with each sequence's tokens, and NaN elsewhere. In the table, the page number
+    `after` follows a sequence's last page."""
     batch, heads, kv_len, _ = key.shape
     pages_each = -(-kv_len // page_size)
     order = torch.randperm(batch * pages_each, generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, after:
 
 
 def in_one_piece(key: Tensor, value: Tensor, lengths: Tensor) -> Cache:
-    """Return a cache with NaN after each sequence."""
+    """Return a cache with NaN after each sequence's last token."""
     for n, length in enumerate(lengths.tolist()):
         key[n, :, length:] = math.nan
         value[n, :, length:] = math.nan

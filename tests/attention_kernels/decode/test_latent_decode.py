@@ -1,4 +1,4 @@
-"""Decoding with a value that is the first part of the key: DeepSeek's absorbed latent attention."""
+"""Decoding works if the value is the first part of the key: DeepSeek's absorbed attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_follows_a_sequence_is_not_read() -> None:
 
 
 def test_keys_assigned_by_length() -> None:
-    """Two blocks of rows share a sequence's keys and have counters of their own."""
+    """Two blocks of rows share a sequence's keys, and each block has its own counters."""
     query, key, value = inputs(70, 32, 16)
     cache = Cache(key, value, lengths=lengths(150, 33))
     whole, assigned = (
@@ -76,8 +76,8 @@ def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
 def test_many_rows_are_merged_some_at_a_time(
     processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of three programs merges, or several if they run at once. Interpreted programs run
-    one after the other, so only the last remains."""
+    """The last of three programs merges, or several programs if they run at once. Interpreted
+    programs run in sequence, so the last one merges all."""
     monkeypatch.setattr(split_kv, "_processors", lambda device: processors)
     rooms = watched_rooms(monkeypatch)
     query, key, value = inputs(64, 512, 64, kv_len=100 + processors)
@@ -93,7 +93,7 @@ def test_many_rows_are_merged_some_at_a_time(
 
 def test_plans_depend_on_whether_the_value_is_in_the_key() -> None:
     query, key, value = inputs(4, 32, 16)
-    other = half(2, 1, 150, 48, seed=3)[..., :32]  # the same strides, in other memory
+    other = half(2, 1, 150, 48, seed=3)[..., :32]  # equal strides, but other memory
     for each in (value, other, value):
         assert_near(contiguous_decode(query, key, each), eager.attend(query, key, each).output)
 

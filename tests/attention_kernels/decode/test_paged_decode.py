@@ -1,4 +1,4 @@
-"""Decoding with keys in pages: only tokens named by a page table are read."""
+"""Decoding with keys in pages reads only tokens that the page table names."""
 
 from __future__ import annotations
 

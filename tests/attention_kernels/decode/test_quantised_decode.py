@@ -1,4 +1,4 @@
-"""Decode over an 8-bit cache: attention to the stored numbers, which approximate the call's."""
+"""Decode over an 8-bit cache attends to the stored numbers, an approximation of the call's."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def call_of(q_len: int = 1, kv_len: int = 270, **fields: Any) -> AttentionCall:
 
 
 def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in float64, zeros beyond each sequence."""
+    """Return the keys (B, Hkv, Sk, D) and values (B, Hkv, Sk, Dv) of a cache in float64."""
     block, v_dim = CACHE_BLOCK.value, cache.sizes[2]
     key = cache.key.double()[..., :head_dim] * cache.key_scale.double()[..., None]
-    # The two groups of eight of 16.
+    # The two groups of eight tokens alternate within every 16.
     value = cache.value.double().unflatten(3, (-1, 8, 2)).mT.flatten(3)
     value = value.unflatten(2, (-1, v_dim)).mT.flatten(2, 3)
     value = value * cache.value_scale.double()[..., None]
@@ -54,7 +54,7 @@ def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
 def assert_attends_to_what_is_stored(
     call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool
 ) -> None:
-    """Check the core on an 8-bit cache, or the drop-in, which makes the cache itself."""
+    """Check the core, which gets an 8-bit cache, or the drop-in, which makes the cache itself."""
     kernel = find(NAMES[dtype])
     assert kernel.refuses(call) is None
     assert kernel.prepare is not None
@@ -105,7 +105,7 @@ def test_shapes(
 
 
 def test_a_cache_that_grows_within_its_last_block() -> None:
-    """A plan that is kept for a shape depends on the number of tokens."""
+    """A plan that is stored for a shape also depends on the number of tokens."""
     for kv_len in (140, 150):
         for is_prepared in (False, True):
             assert_attends_to_what_is_stored(
@@ -116,8 +116,8 @@ def test_a_cache_that_grows_within_its_last_block() -> None:
 @each_dtype
 def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
     call = call_of(batch=2, kv_len=200, head_dim=40, v_head_dim=72)
-    call.key[..., 3] += 20  # for every token: subtracting the mean removes it
-    call.value[:, :, 7] *= 100  # one token: other tokens' scales are their own
+    call.key[..., 3] += 20  # an offset of every token: subtracting the mean removes it
+    call.value[:, :, 7] *= 100  # one large token: every token has its own scale
     strided = call.with_tensors({"key": call.key.mT.contiguous().mT})
     before = strided.key.clone()
     found = dequantised(quantise_cache(strided.key, strided.value, dtype), 40)
@@ -132,7 +132,7 @@ def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("has_heavy_token", [False, True])
 def test_high_and_low_parts_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) -> None:
-    """The high part alone would be 3 % off."""
+    """The high part alone would have an error of 3 %."""
     call = call_of(kv_len=600, head_dim=128)
     if has_heavy_token:
         call.key[:, :, 5] = 4 * call.query[:, ::2, 0]
@@ -141,7 +141,7 @@ def test_high_and_low_parts_are_nearly_exact(has_heavy_token: bool, dtype: torch
     stored = call.with_tensors({"query": call.query.double(), "key": key, "value": value})
     expected = attention(stored)
     output = find(NAMES[dtype]).attention(**call.arguments()).double()
-    rounding = 3e-4  # float16's
+    rounding = 3e-4  # rounding error of float16
     assert (output - expected).norm() < {torch.int8: 2, FP8: 10}[dtype] * rounding * expected.norm()
 
 
@@ -222,7 +222,7 @@ def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) ->
 def test_keys_assigned_by_length(
     options: AttentionOptions, in_pages: bool, dtype: torch.dtype
 ) -> None:
-    """A window may begin anywhere in a block, and is read from the block's first key."""
+    """A window may begin anywhere in a block; the block is read from its first key."""
     used = lengths(0, 1, 128, 191, 270)
     call = call_of(batch=5, q_len=2, seqused_k=used)
     table = random_pages(call.key) if in_pages else None
@@ -275,7 +275,7 @@ def test_pages_change_no_bit(fields: dict[str, Any], dtype: torch.dtype) -> None
 
 @each_dtype
 def test_numbers_beyond_float16(dtype: torch.dtype) -> None:
-    """Queries exceed float16's range, and probabilities times the scale of values are below it."""
+    """Queries and the products of probabilities and value scales are outside float16's range."""
     call = call_of(dtype=torch.bfloat16)
     expected = quantised_decode(call.query, call.key, call.value, dtype=dtype)
     large, small = call.query * 2.0**30, call.value * 2.0**-30
@@ -296,7 +296,7 @@ def test_invalid_tokens_are_not_read(dtype: torch.dtype) -> None:
     causal = call_of(is_causal=True)
     expected = find(NAMES[dtype]).attention(**causal.arguments())
     for tensor in (causal.key, causal.value):
-        tensor[:, :, 1:] = math.nan  # in the block that is read
+        tensor[:, :, 1:] = math.nan  # these tokens are in a block that is read
     assert torch.equal(find(NAMES[dtype]).attention(**causal.arguments()), expected)
 
 
@@ -314,7 +314,7 @@ def test_nonfinite_numbers_spoil_their_heads(which: str, bad: float, dtype: torc
 
 
 def test_plans_depend_on_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program compiled for one type would read the bits of the other."""
+    """A program compiled for one type would misread pages of the other."""
     planned, plans = quantised_cache._planned, []
     monkeypatch.setattr(
         quantised_cache, "_planned", lambda *shape: plans.append(planned(*shape)) or plans[-1]

@@ -1,4 +1,4 @@
-"""The Hopper kernel without a GPU: it compiles, refuses calls, and fits in shared memory."""
+"""Without a GPU, the Hopper kernel compiles, refuses calls, and fits in shared memory."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_it_compiles_for_hopper(
 def test_8_bit_kernel_has_no_barriers_but_those_in_use(
     head_dim: int, group: int, kv_len: int, tmp_path: Path
 ) -> None:
-    """The memory of unused barriers is used for outputs too, and a GPU that is shared may overwrite
-    it."""
+    """The memory of unused barriers also holds outputs, and another user of a shared GPU may
+    overwrite it."""
     sizes = (1, group, 1, kv_len, kv_len, head_dim, head_dim)
     program = compiled_for_hopper(tmp_path, "triton-fp8", sizes, "quantised_hopper_kernel")
     tile = tile_for(head_dim, group, kv_len)
-    queries = 2 * tile.consumers  # full and empty
-    full = 2 * tile.stages  # of keys and of values
+    queries = 2 * tile.consumers  # two barriers each, full and empty
+    full = 2 * tile.stages  # barriers of keys and of values
     empty = 0 if tile.consumers == CONSUMERS_NAMED else full
     text = program.read_text()
     assert text.count("mbarrier.init") == queries + full + empty
@@ -98,7 +98,7 @@ ALL_DIMS = sorted({dims_of(*each) for each in itertools.product(HEAD_DIMS, HEAD_
 def test_registers_of_all_warp_groups_fit(plan: Schedule) -> None:
     threads = 128
     others = (plan.consumers - 1) * plan.registers + LOADER_REGISTERS.value
-    left = 65536 // threads - others  # for the consumer that is the kernel's own warps
+    left = 65536 // threads - others  # remaining for the first consumer, the kernel's own warps
     assert left >= plan.registers - 8
 
 

@@ -1,4 +1,4 @@
-"""Inline assembly of the Hopper kernels, run without a GPU."""
+"""The inline assembly of the Hopper kernels is run without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import exponentials, rescale
 
 ROWS, KEYS = 16, 128
-"""Sizes of a warp's block of scores."""
+"""Numbers of rows and columns in a warp's block of scores."""
 COUNT = ROWS * KEYS // THREADS
 BLOCKS = 5
 LIMIT = 2.0**15
@@ -23,8 +23,8 @@ THREAD = torch.arange(THREADS)
 
 
 def places(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return row and column of each of a thread's numbers, of a product (16, count · 2): `wgmma`'s
-    layout (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16")."""
+    """Return the row and column of each of a thread's numbers in a (16, count · 2) product of
+    `wgmma` (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16")."""
     return [
         (THREAD // 4 + 8 * (i // 2 % 2), i // 4 * 8 + THREAD % 4 * 2 + i % 2) for i in range(count)
     ]
@@ -62,7 +62,7 @@ class Softmax:
         for i, row in rows.items():
             for k, start in enumerate((sums, moved, shrink)):
                 found[k].index_add_(0, row, registers[f"${start + i}"])
-        found[1:] /= 4  # four threads share a row, and each has the same
+        found[1:] /= 4  # four threads share a row, and each holds the row's number
         sums_of_rows, self.reference, factor = found
         # A row's first block has no earlier sums.
         self.total = torch.where(factor == 0, 0.0, self.total * factor) + sums_of_rows
@@ -74,7 +74,7 @@ class Softmax:
 
 
 def blocks(count: int, deviation: float, rise: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return scores (count, 16, 128), each block `rise` above the previous block, and values."""
+    """Return scores (count, 16, 128), in which each block is `rise` above the last, and values."""
     generator = torch.Generator().manual_seed(0)
     scores = deviation * torch.randn(count, ROWS, KEYS, generator=generator)
     scores += rise * torch.arange(count)[:, None, None]
@@ -101,7 +101,7 @@ def attention(scores: Tensor, values: Tensor) -> Tensor:
 def test_weights_are_those_of_a_softmax(
     deviation: float, rise: float, least: int, most: int, dtype: torch.dtype
 ) -> None:
-    """A warp restarts in the first block, and when weights would exceed 2^15."""
+    """A warp changes its reference in the first block, and when weights would exceed 2^15."""
     scores, values = blocks(BLOCKS, deviation, rise)
     softmax = Softmax(dtype)
     for of_block in zip(scores, values, strict=True):
@@ -117,7 +117,7 @@ def test_weights_are_those_of_a_softmax(
 def test_a_row_gets_the_bits_that_it_gets_beside_others(rising: int) -> None:
     scores, values = blocks(3, 2.0)
     beside, alone = scores.clone(), scores.clone()
-    beside[1, rising] += 40.0  # so that the warp restarts
+    beside[1, rising] += 40.0  # large enough to change the warp's reference
     beside[2, 12] = math.nan
     results = []
     for each in (beside, alone):

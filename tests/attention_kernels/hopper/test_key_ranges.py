@@ -1,4 +1,4 @@
-"""Blocks of keys that a tile visits, as plain arithmetic, compared with every pair."""
+"""The blocks of keys that a tile visits match a check of every pair of query and key."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_blocks(
             first, whole_first, whole_end, end = blocks
             assert 0 <= first <= whole_first <= whole_end < end
             assert end <= -(-kv_len // keys), "a last block without keys"
-            # Kernels then have no loop for keys that the right side cuts.
+            # Without `most_cut`, kernels have no loop for keys that the right side cuts.
             if bounds.most_cut is None:
                 assert whole_end == end - 1
             else:
@@ -103,7 +103,7 @@ def test_blocks(
             assert numbered[masked:] == list(reversed(range(whole_first, whole_end)))
             if left is not None:
                 continue
-            # Rows of one consumer, which skips the first blocks.
+            # Each half of the rows belongs to one consumer, which skips the first blocks.
             for own in range(row, row + rows, rows // 2):
                 *_, own_end = key_blocks_of(own, element, bounds, rows // 2, keys)
                 skipped = end - own_end
@@ -114,7 +114,7 @@ def test_blocks(
 
 
 def test_most_blocks_need_no_mask() -> None:
-    """One block needs a mask at each side of a window that is a multiple of a block."""
+    """If a window is a multiple of a block, one block on each side needs a mask."""
     bounds = CallBounds(4096, 4096, 0, 1023, 0)
     blocks = key_blocks_of(2048, element_bounds_of(0, bounds), bounds, 128, 128)
     assert masked_of(blocks, bounds) == 2

@@ -1,4 +1,4 @@
-"""docs/kernel-notes.md contains only names that exist in the code."""
+"""Every name in docs/kernel-notes.md exists in the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared tiles, as plain arithmetic: every block of keys is computed once."""
+"""Programs that share tiles compute every block of keys once, checked as plain arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attention_kernels.hopper.stream_k import ProgramShare, StreamCut, TileTimes
 PROGRAMS = 132
 PACE = TileTimes(1.4, 2.8)
 FLUX = 36 * 24
-"""Tiles of 128 queries of Flux: 4,608 tokens and 24 heads."""
+"""Number of tiles of 128 queries in a call of Flux, with 4,608 tokens and 24 heads."""
 
 tile_of_piece, blocks_of_piece = stream_k.tile_of_piece.fn, stream_k.blocks_of_piece.fn
 programs_of_tile, turns_with_pieces = (stream_k.programs_of_tile.fn, stream_k.turns_with_pieces.fn)
@@ -33,7 +33,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_for(tiles: int, blocks: int, are_equal: bool) -> StreamCut | None:
-    """Return how this many tiles, each of at most `blocks` blocks, are shared."""
+    """Return how `tiles` tiles of at most `blocks` blocks are shared, or None if they are not."""
     right = None if are_equal else blocks * 128
     visible = VisibleKeys(128, blocks * 128, 0, None, right, queries=128, keys=128)
     return stream_k.cut_for(visible, tiles, PROGRAMS, PACE)
@@ -42,8 +42,7 @@ def cut_for(tiles: int, blocks: int, are_equal: bool) -> StreamCut | None:
 def pieces_of(
     lengths: list[int], cut: StreamCut, begin: int = 0
 ) -> dict[int, list[tuple[int, int, int, int]]]:
-    """Return the pieces of each tile: the program, the number of its piece, the first block and the
-    end.
+    """Return the pieces of each tile as (program, number of its piece, first block, end).
 
     Tile number i has `lengths[i]` blocks, and `begin` is the number of the first.
     """

@@ -1,4 +1,4 @@
-"""Launches of kernels, against a stand-in for Triton's compiled kernels."""
+"""Kernels are launched on a stand-in for Triton's compiled kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Compiled:
         return lambda *arguments: self._kernel.told.append(arguments)
 
     def run(self, *arguments: Any) -> None:
-        """Stand in for Triton's launcher: grid, stream, program, hooks and arguments."""
+        """Take the arguments of Triton's launcher: grid, stream, program, hooks and arguments."""
         assert arguments[:3] == GRID
         assert arguments[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
         self._kernel.launched.append(arguments[9:])
@@ -172,7 +172,7 @@ def test_addresses_alone_launch_what_was_compiled() -> None:
     launch = launch_of(kernel)
     assert not launch.is_compiled
     launch(aligned()[1:], None, aligned())
-    assert not launch.is_compiled  # for multiples of 16
+    assert not launch.is_compiled  # not compiled for multiples of 16
     query, output = aligned(), aligned()
     launch(query, None, output)
     assert launch.is_compiled
@@ -181,7 +181,7 @@ def test_addresses_alone_launch_what_was_compiled() -> None:
 
 
 def test_tensors_elsewhere_are_refused() -> None:
-    """A later launch would pass the address, and the GPU would read there."""
+    """A later launch would pass only the address, and the GPU would read from it."""
     launch = launch_of(Kernel())
     elsewhere = torch.zeros(8, device="meta")
     with pytest.raises(ValueError, match="tensors on cpu and meta: needs one device"):
@@ -249,7 +249,7 @@ def test_plans_are_not_kept_for_ever() -> None:
 
 
 def test_kept_memory_suffices_and_is_rarely_replaced() -> None:
-    """The parts of a growing cache need a little more memory with every few tokens."""
+    """As a cache grows, its parts need a little more memory every few tokens."""
     for size in (1, 1000, 1025, 5000, 70_000, 4_392_960, 2**23, 2**23 + 1):
         assert size <= workspace._ample(size) <= max(size * 9 / 8, size + 1024)
     assert len({workspace._ample(size) for size in range(100_000, 200_000)}) < 20

@@ -36,7 +36,7 @@ LENGTHS = lengths(5, 40, 33)
 
 
 def apart(tensor: Tensor, other: int) -> Tensor:
-    """Return the same numbers with `other` after each of them."""
+    """Return a view of equal numbers, with `other` after each of them in memory."""
     return torch.stack([tensor, torch.full_like(tensor, other)], dim=-1)[..., 0]
 
 

@@ -1,6 +1,6 @@
-"""Tensor maps kept by address, compared with the launchers of the installed Triton.
+"""Tensor maps are kept by address and work with the launchers of the installed Triton.
 
-Without a GPU no map is encoded: a tuple of its contents stands in for it.
+Without a GPU, no map is encoded. A tuple of the map's contents stands in for the map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METADATA = {"swizzle": 2, "elem_size": 2, "elem_type": 6, "block_size": [1, 8], 
 
 
 class Launcher:
-    """Triton's `CudaLauncher`; Triton makes its `launch` from the driver's function."""
+    """Stand-in for Triton's `CudaLauncher`, whose `launch` comes from the driver's function."""
 
     def __init__(self, signature: dict[int, str], metadata: list[Any]) -> None:
         self.launched: list[list[Any]] = []
@@ -52,7 +52,7 @@ def tensor() -> Tensor:
 
 
 def test_the_installed_triton_is_put_together_as_we_think(encoded: list[Any]) -> None:
-    """Otherwise Triton launches every kernel, which is correct but slower."""
+    """If this check fails, Triton launches every kernel, which is correct but slower."""
     run = Launcher(SIGNATURE, [METADATA] * 2)
     kept = nowhere(described(tensor(), 8, 32))
     unwrapped, maps = with_maps(run, [(1, kept), (3, kept)])
@@ -92,15 +92,15 @@ def test_a_map_is_made_once_for_an_address(
         maps.replace(arguments)
         assert arguments[0][:2] == ("map", address)
         assert arguments[1:] == [2, 3, 16, 32, *kept.strides, 7]
-    assert encoded == [16, 32, 48, 16]  # two are kept
+    assert encoded == [16, 32, 48, 16]  # only two maps are kept
 
 
 def test_other_launchers_are_left_alone() -> None:
     kept = nowhere(described(tensor(), 8, 32))
     for run, descriptors in (
-        (lambda *arguments: None, [(0, kept)]),  # another class
+        (lambda *arguments: None, [(0, kept)]),  # a function instead of a launcher
         (Launcher({0: "*fp16"}, []), []),  # without descriptors
         (Launcher(SIGNATURE, [METADATA] * 2), [(1, kept)]),  # descriptors at other places
-        (SimpleNamespace(launch=lambda *arguments: None), [(0, kept)]),  # wrapped otherwise
+        (SimpleNamespace(launch=lambda *arguments: None), [(0, kept)]),  # an unknown wrapper
     ):
         assert with_maps(run, descriptors) == (run, None)

@@ -1,4 +1,4 @@
-"""The kernel that skips hidden blocks: the blocks it visits, and its output."""
+"""The kernel skips fully masked blocks, and its output is correct."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def finite(mask: Tensor) -> Tensor:
-    """Return the mask with -finfo.max in place of -inf. Fully masked rows then hide nothing."""
+    """Return the mask with -finfo.max in place of -inf, so that fully masked rows see all keys."""
     return torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
 
 
@@ -78,7 +78,7 @@ def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
 
 
 def test_rows_that_see_nothing_read_nothing() -> None:
-    """Padding rows at the beginning see nothing, so even NaN values there reach no output."""
+    """Padding rows at the beginning see no key, so even NaN in the padding reaches no output."""
     counts = torch.arange(256, device=DEVICE) >= 128
     call = masked_call(counts[:, None] & counts)
     for tensor in (call.key, call.value):
@@ -97,7 +97,7 @@ def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
 
 
 def test_visited_blocks_of_other_tiles_are_refused() -> None:
-    """They may come from a mask with other strides, and tiles depend on strides on some GPUs."""
+    """Blocks may come from a mask with other strides, and on some GPUs, tiles depend on strides."""
     mask = band(128, 256, 40)
     call = masked_call(mask, 128)
     visited = visited_blocks_of(call.query, call.value, mask)

@@ -1,4 +1,4 @@
-"""The prefill kernel on calls of all kinds, against the textbook formula in float64."""
+"""The prefill kernel agrees with the textbook formula in float64 on calls of all kinds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def verify(call: AttentionCall) -> None:
-    """Judge the output as an exact kernel's, and check the log-sum-exp."""
+    """Judge the output by the limits of exact kernels, and check the log-sum-exp."""
     arguments = (call.query, call.key, call.value, call.attn_mask, call.is_causal)
     output, lse = prefill(*arguments, scale=call.scale, return_lse=True)
     expected = attend(*arguments, call.scale)
@@ -37,7 +37,7 @@ def verify(call: AttentionCall) -> None:
 def call_of(
     sizes: tuple[int, int, int, int, int, int, int], dtype: torch.dtype = HALF, **fields: Any
 ) -> AttentionCall:
-    """Return a random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
+    """Return a random call with the sizes (B, Hq, Hkv, Sq, Sk, D, Dv)."""
     batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
     return AttentionCall(
         half(batch, q_heads, q_len, head_dim, dtype=dtype),
@@ -137,7 +137,7 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     indirect=["size"],
 )
 def test_masks(kind: str, of: tuple[torch.dtype, int]) -> None:
-    """Rows of the mask are multiples of 16 bytes, or not."""
+    """The length of the mask's rows may or may not be a multiple of 16 bytes."""
     dtype, kv_len = of
     mask = mask_of(MASKS[kind](2, 2, 70, kv_len), dtype)
     verify(call_of((2, 2, 1, 70, kv_len, 64, 64), attn_mask=mask))
@@ -231,7 +231,7 @@ def test_nonfinite_numbers_spread_as_in_sdpa(name: str, number: float, head_dim:
     call = call.with_tensors({"attn_mask": mask})
     getattr(call, name)[0, 0, 5, 7] = number
     if name in ("key", "value"):
-        getattr(call, name)[0, 1, 120, 3] = number  # a place that every query's mask has
+        getattr(call, name)[0, 1, 120, 3] = number  # a key that every query may see
     output = prefill(call.query, call.key, call.value, mask)
     with sdpa_kernel(SDPBackend.MATH):
         expected = scaled_dot_product_attention(**call.arguments())

@@ -1,4 +1,4 @@
-"""Batches whose sequences differ in length: each sequence is computed as if alone."""
+"""In batches of different lengths, each sequence is computed as if it were alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_any_packed_batch(data: st.DataObject) -> None:
 
 
 def padding(ranges: list[tuple[int, int]], length: int) -> Tensor:
-    """Return (B, Sk) bool from each sequence's first key and number of keys."""
+    """Return a (B, Sk) bool tensor that is True for valid keys, given their ranges."""
     places = torch.arange(length)
     rows = [(places >= first) & (places < first + count) for first, count in ranges]
     return torch.stack(rows).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Key and value in 8 bits: numbers are near the originals, scales are right, and no other memory is
+"""Keys and values in 8 bits are near the originals, scales are right, and no other memory is
 written."""
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ROUNDING = {torch.int8: 0.5 / 127, FP8: 16 / 448}
 
 
 def dequantised_key(quantised: QuantisedKeyValue, head_dim: int) -> Tensor:
-    """Return (B, Hkv, Sk, D) float32, without a subtracted mean."""
+    """Return the keys as (B, Hkv, Sk, D) float32; a subtracted mean is not added back."""
     groups = quantised.key.float().unflatten(2, (-1, GROUP))
     key = (groups * quantised.key_scale[..., None, None]).flatten(2, 3)
     return key[:, :, : quantised.kv_len, :head_dim]
 
 
 def dequantised_value(quantised: QuantisedKeyValue) -> Tensor:
-    """Return (B, Hkv, Sk, Dv) float32."""
+    """Return the values as (B, Hkv, Sk, Dv) float32."""
     if quantised.value_scale is None:
         return quantised.value.float()
     stored = quantised.value.float().unflatten(3, (-1, GROUP))
@@ -56,7 +56,7 @@ def by_position(groups: Tensor, length: int) -> Tensor:
 
 
 def sampled(length: int) -> list[int]:
-    """Return the sampled keys: one of each 64th of the sequence, 39/64 further in each."""
+    """Return the sampled positions: one in each 64th of the sequence, 39/64 further in each."""
     return [(part * 64 + part * 39 % 64) * length // 4096 for part in range(64)]
 
 
@@ -124,7 +124,7 @@ def test_a_mean_leaves_int8_its_range() -> None:
 
 
 def test_a_pattern_that_recurs_does_not_mislead_the_sample() -> None:
-    """One key in 32 is far off, like a column of an image: it must not be taken for the mean."""
+    """One key in 32 is an outlier, like an image's column; samples must not all be outliers."""
     key = random(1, 1, 4096, 64)
     key[:, :, ::32] += 100
     quantised = quantise_key_value(key, key)
@@ -160,7 +160,7 @@ def test_key_order_is_a_permutation_of_sixteen() -> None:
 
 
 def test_plans_depend_on_both_types() -> None:
-    """A program compiled for one type would read the bits of the other."""
+    """A program compiled for one type would misread tensors of the other."""
     key, value = torch.zeros(2, 1, 1, 8, 32, dtype=torch.float16).unbind()
     options = (torch.int8, True, True, False)
     assert launch_of(key, value, *options) is launch_of(key.clone(), value, *options)

@@ -1,4 +1,4 @@
-"""8-bit prefill of packed, padded and masked batches: each sequence is quantised separately."""
+"""8-bit prefill quantises each sequence of packed, padded and masked batches separately."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call_of(*sizes: int, **fields: Any) -> AttentionCall:
 
 
 def in_turn(forms: Iterable[str]) -> list[tuple[str, str, bool]]:
-    """Return each form with two of the kernels: one as a drop-in, the other prepared."""
+    """Return each form twice: with one kernel as a drop-in, and with another as a prepared core."""
     return [
         (form, NAMES[(n + is_prepared) % 3], is_prepared)
         for n, form in enumerate(forms)
@@ -149,8 +149,8 @@ def test_packed_with_head_dim_256(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequence_equals_the_sequence_alone(name: str) -> None:
-    """Outputs differ only by the rounding of probabilities, whose blocks differ if queries are
-    few."""
+    """Outputs may differ only by the rounding of probabilities, whose blocks differ if there are
+    few queries."""
     call = call_of(201, 320, **PACKED, is_causal=True, q_heads=4, kv_heads=2)
     output = find(name).attention(**call.arguments())
     at_q, at_k = offsets(*Q_LENGTHS), offsets(*K_LENGTHS)
@@ -206,7 +206,7 @@ def test_lengths_of_keys(name: str, form: str) -> None:
 
 @pytest.mark.parametrize(("fp8_value", "is_causal"), [(False, True), (True, False)])
 def test_padding_before_the_keys(fp8_value: bool, is_causal: bool) -> None:
-    """The padding does not move the diagonal, as in `padded_prefill`."""
+    """As in `padded_prefill`, the padding does not move the diagonal."""
     starts, counts = lengths(0, 90, 199), lengths(130, 110, 1)
     call = call_of(140, 200, batch=3, is_causal=is_causal)
     places = torch.arange(200, device=DEVICE)

@@ -1,4 +1,4 @@
-"""8-bit prefill against attention on its dequantised operands, and against the reference."""
+"""8-bit prefill agrees with attention on its dequantised operands, and with the reference."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ KINDS = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 WEIGHTS_ERROR = {False: 2e-3, True: 2**-4}
-"""Relative L1 that rounding the probabilities may add, by whether they are FP8: half the distance
-of neighbouring e4m3 numbers, where a single key has all the weight."""
+"""Limit on the relative L1 error from rounding the probabilities, keyed by whether they are FP8:
+half the distance of neighbouring e4m3 numbers, where a single key has all the weight."""
 
 
 def beyond(
@@ -72,13 +72,13 @@ BEYOND = {
         2, 2, 1, 70, 290, 80, bottom_right=True, window=(100, 0), softcap=8.0, has_sinks=True
     ),
 }
-"""Shape, causality, options beyond SDPA, and presence of sinks."""
+"""Calls beyond SDPA: shape, causality, options, and presence of sinks."""
 
 
 def random_call(
     *sizes: int, is_causal: bool = False, offset: float = 0.0, dtype: torch.dtype = torch.float16
 ) -> AttentionCall:
-    """Return a call of (B, Hq, Hkv, Sq, Sk, D) whose heads lie together by token."""
+    """Return a call of sizes (B, Hq, Hkv, Sq, Sk, D), in which a token's heads are adjacent."""
     batch, q_heads, kv_heads, q_len, kv_len, head_dim = sizes
     generator = torch.Generator().manual_seed(kv_len)
 
@@ -94,7 +94,7 @@ def random_call(
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeat launches with addresses, as on a GPU, and interpret them."""
+    """Repeat launches with addresses only, as on a GPU, but interpret the kernels."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     first = Launch._first
@@ -133,7 +133,7 @@ class Interpreted:
             return None
         if not isinstance(first, Tensor):
             return at(first, self._at(first.base, given.base.data_ptr()))
-        # It was compiled for this alignment.
+        # The program was compiled for this alignment.
         assert (given % 16 == 0) == (first.data_ptr() % 16 == 0)
         extent = sum(
             (size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)
@@ -144,8 +144,8 @@ class Interpreted:
 
 
 def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """Return a query, times softmax's scale, after a round trip through 8 bits, a scale for each
-    row."""
+    """Return the query, multiplied by softmax's scale, after a round trip through 8 bits with one
+    scale per row."""
     query = call.query.float() * (call.softmax_scale * math.log2(math.e))
     largest = query.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     if dtype == torch.int8:
@@ -248,7 +248,7 @@ def test_output_follows_from_the_operands_beyond_sdpa(name: str, kind: str, smoo
     output = run(call, kind, smooth_k)
     errors = compare(output, attention(stated))
     assert errors.mismatched_nonfinite == 0
-    # A head's numbers are as small as its sink is large.
+    # A large sink makes a head's outputs small, so each head is judged by itself.
     assert errors.worst_head_relative_l1 < WEIGHTS_ERROR[fp8_value]
     if name == "rows without keys":
         assert not output[:, :, : shape[3] - shape[4]].any()
@@ -271,7 +271,7 @@ def test_near_the_reference(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["triton-fp8", "triton-sage-fp8"])
 def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(name: str) -> None:
-    """Their rounding cannot be tested here, only that the sum includes all blocks."""
+    """The tensor cores' rounding cannot be tested here, only that the sum includes all blocks."""
     call = random_call(1, 2, 1, 140, 520, 64, is_causal=True)
     plain, tensor = find(name), find(f"{name}[accum=tensor]")
     expected = plain.attention(**call.arguments())
@@ -344,7 +344,7 @@ def test_smoothing_rescues_keys_with_an_offset() -> None:
 
 @each_kind
 def test_keys_beyond_the_last_do_not_count(kind: str) -> None:
-    """Scores far below zero: a padded key of score 0 would take all the weight."""
+    """Scores are far below zero, so a padded key with score 0 would take all the weight."""
     call = random_call(1, 1, 1, 20, 130, 64)
     query = torch.ones_like(call.query)
     call = call.with_tensors({"query": query, "key": call.key * 0.1 - 5.0})
@@ -382,7 +382,7 @@ def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
 
 @each_kind
 def test_calls_of_one_shape(kind: str) -> None:
-    """Compiled kernels take another path in later calls than in the first."""
+    """Later calls of compiled kernels take a shorter path than the first call."""
     for offset in (0, 2, 0.5):
         check(random_call(2, 2, 1, 70, 200, 40, offset=offset), kind)
 
@@ -396,17 +396,17 @@ def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
     )
     expected = run(second, kind)
     run(first, kind)
-    # Running step by step would now fail.
+    # Without the stored launches, a call would now fail.
     monkeypatch.setattr(quantised_prefill_module, "quantise_key_value", None)
     before = [each.clone() for each in (second.query, second.key, second.value)]
     torch.testing.assert_close(run(second, kind), expected, rtol=0, atol=0)
     torch.testing.assert_close([second.query, second.key, second.value], before, rtol=0, atol=0)
-    with pytest.raises(TypeError):  # of a shape that was not met before
+    with pytest.raises(TypeError):  # a new shape needs the removed function
         run(random_call(2, 4, 2, 70, 201, 40, is_causal=True), kind)
 
 
 def test_calls_that_cannot_be_repeated_are_right(compiled: None) -> None:
-    """Values are copied, addresses are not multiples of 16, or means are kept."""
+    """The values are copied, addresses are not multiples of 16, or means are stored."""
     call = random_call(1, 2, 2, 70, 200, 64)
     odd = torch.empty(call.value.numel() + 1, dtype=call.dtype)[1:].view_as(call.value)
     odd.copy_(call.value)
@@ -428,7 +428,7 @@ def test_calls_that_cannot_be_repeated_are_right(compiled: None) -> None:
 
 
 def test_odd_addresses_do_not_repeat_what_was_compiled_for_others(compiled: None) -> None:
-    """A launch of that layout is compiled for multiples of 16 already; it would load 16 bytes."""
+    """The launch is already compiled for multiples of 16, so it would load 16 bytes at once."""
     call = random_call(1, 2, 2, 70, 200, 64)
     room = torch.empty(call.key.untyped_storage().nbytes() // 2 + 1, dtype=call.dtype)
     odd = room.as_strided(call.key.shape, call.key.stride(), 1).copy_(call.key)

@@ -1,4 +1,4 @@
-"""Decoding with chosen tokens: the choice, and attention to the chosen tokens only."""
+"""The tokens with the highest scores are chosen, and decoding attends only to chosen tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def call_of(
 
 
 def best_tokens(call: AttentionCall, count: int) -> Tensor:
-    """Return (B, Hkv, count) by the largest score of a key head's queries, in float64."""
+    """Return each key head's tokens with the highest scores in float64, (B, Hkv, count)."""
     score = scores(call.query, call.key, call.attn_mask, scale=call.scale)
     by_head = score.unflatten(1, (call.shape.kv_heads, -1)).amax(dim=(2, 3))
     return by_head.topk(count, dim=2).indices
@@ -80,12 +80,12 @@ def test_a_short_sequence_keeps_a_share_of_its_own_tokens() -> None:
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 10))
 @settings(max_examples=15, deadline=None)
 def test_attention_is_to_the_given_tokens(kv_len: int, count: int, seed: int) -> None:
-    """All other tokens are NaN, in one piece and in pages."""
+    """All other tokens are NaN, both in a contiguous cache and in pages."""
     generator = torch.Generator().manual_seed(seed)
     call = call_of(kv_len=kv_len, q_len=2)
     order = torch.rand(2, 2, kv_len, generator=generator).argsort(dim=2)[..., :count]
     indices = torch.nn.functional.pad(order, (0, 2), value=-1).to(DEVICE, torch.int32)
-    indices[..., -1] = kv_len + 5  # beyond the keys: skipped like the -1 before it
+    indices[..., -1] = kv_len + 5  # an index beyond the keys is skipped like a negative one
     mask = mask_of_tokens(indices, call)
     expected = attend(call.query, call.key, call.value, mask).output
     unread = ~mask.unflatten(1, (2, 2)).any(dim=2)[:, :, 0, :, None]

@@ -1,4 +1,4 @@
-"""Division by multiplication, against Python's."""
+"""Division by multiplication agrees with Python's division."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIVISORS = [*range(1, 300), 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, LARGEST - 1,
 
 
 def in_python(number: int, reciprocal: int) -> int:
-    """Compute `quotient`, which multiplies 64 bits, in Python."""
+    """Compute `quotient` in Python, with its 64-bit multiplication."""
     product = number * (reciprocal & 0xFFFFFFFF)
     assert product < 2**64
     return product >> (reciprocal >> 32)
