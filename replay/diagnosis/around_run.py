@@ -1,4 +1,4 @@
-"""The doctor around a run of a model: records the run, then examines kernels on its calls."""
+"""Records a run of a model, then examines kernels on the recorded calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def examine_run(
     out: str | os.PathLike[str] | None = None,
     timeout: float = 300.0,
 ) -> Iterator[Diagnoses]:
-    """Record the block's attention calls, then find out why a kernel is wrong on them.
+    """Record the block's attention calls, then find out why a kernel is wrong on these calls.
 
     The model runs with its current attention; the named kernels run on the recorded inputs
     afterwards, in their own process. Do not combine this function with `use_kernel`: a wrong kernel

@@ -78,7 +78,7 @@ def changed(call: AttentionCall) -> AttentionCall:
 
 
 def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
-    """Return rows of one head as a call (1, 1, R, D) whose visible keys only a mask limits."""
+    """Return rows of one head as a call (1, 1, R, D) that is limited only by a mask."""
     call = call.without_pages()
     batch, head, rows = place
     kv_head = head // (call.shape.q_heads // call.shape.kv_heads)

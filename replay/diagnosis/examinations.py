@@ -75,7 +75,7 @@ class Diagnoses:
             self.found.append(diagnosis)
 
     def __str__(self) -> str:
-        """Return a paragraph for each kernel and cause, as `replay doctor` prints them."""
+        """Return the text that `replay doctor` prints: a paragraph for each kernel and cause."""
         return "\n".join(paragraphs(self.found, self.examined))
 
 

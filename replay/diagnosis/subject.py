@@ -1,4 +1,4 @@
-"""Kernel that is wrong on a call, and the means to experiment on them."""
+"""Kernel that is wrong on a call, with functions for experiments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Evidence:
     """Place of the error, if it differs from the worst row that the judge found."""
 
     def at(self, place: HeadRows) -> Evidence:
-        """Return the evidence with a place, unless it already has one."""
+        """Return the evidence with this place, unless the evidence already has one."""
         return self if self.place is not None else replace(self, place=place)
 
 

@@ -198,7 +198,7 @@ class CostModel:
         return all(row is not None and row.layer_host_ms is not None for row in rows)
 
     def _baseline_row(self, call: str, kernel: KernelId) -> Row | None:
-        """Return the baseline's row in the kernel's environment, or else in this environment."""
+        """Return the baseline's row in the kernel's environment; by default, in this one."""
         row = self.replayed.row(call, self.baseline._replace(environment=kernel.environment))
         return row if _time(row) is not None else self.replayed.row(call, self.baseline)
 

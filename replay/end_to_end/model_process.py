@@ -210,7 +210,7 @@ class ModelProcess:
 
 
 def import_path(python: str) -> tuple[str, ...]:
-    """List the directories that another interpreter imports from and this one does not.
+    """List the directories that another interpreter imports from, but not this interpreter.
 
     Raises:
         ModelRefused: the interpreter does not start, or its version differs, so its libraries do

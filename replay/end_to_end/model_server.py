@@ -1,4 +1,4 @@
-"""Process of a model: builds the model once, then runs it with one kernel after another.
+"""Child process that builds a model once, then runs it with one kernel after another.
 
 This worker process (`replay.workers.worker`) is separate, so that a crashing kernel affects nothing
 else. Outputs are written to files, because tensors are never sent through the pipe.

@@ -26,11 +26,11 @@ def load_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `models.load` that rebuild a recording's model on a device.
 
-    A user's function gets the device only if it is not the default, because the function may have
-    no such parameter.
+    A user's function receives the device only if the device is not the default, because the
+    function may have no such parameter.
 
     Args:
-        trust_code: whether files of Python code that the recording names may run.
+        trust_code: True if Python files that the recording names may run.
 
     Raises:
         NotRebuildable: `capture` did not build that model, or its files are gone.

@@ -1,4 +1,4 @@
-"""Finds the modules that a plan names, and the kernel for a call by the module that makes it.
+"""Finds the modules that a plan names, and the kernel of the module that makes a call.
 
 The lookup is cheap and works under `torch.compile`.
 

@@ -86,7 +86,7 @@ def _queries(call: AttentionCall) -> int:
 
 
 def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | None:
-    """Return some queries, without the keys that none of them sees.
+    """Return a range of queries, without the keys that no query in the range sees.
 
     If a diagonal limits the visible keys, queries at later positions need a bottom-right diagonal,
     which pairs the last remaining query with the last remaining key. A single query needs no

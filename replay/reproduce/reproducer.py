@@ -76,7 +76,7 @@ class Reproduced:
 def reproduce(
     request: Reproduction, out: Path, report: Callable[[str], None] = lambda line: None
 ) -> Reproduced:
-    """Write the smallest part of a call with a kernel's failure, and a script that shows it.
+    """Write the smallest part of a call on which a kernel fails, and a script that shows this.
 
     Args:
         out: a directory that does not exist yet, or is empty.

@@ -53,7 +53,7 @@ class TrialOutcome:
 
 
 class Trials:
-    """Trials of one kernel, in a worker and with a judge that end with the `with` block.
+    """Trials of one kernel; its worker and its judge end with the `with` block.
 
     Args:
         settings: settings of the replay that runs only this kernel.

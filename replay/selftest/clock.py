@@ -147,7 +147,7 @@ def nothing(device: torch.device) -> Result:
 
 
 def profiler(device: torch.device) -> Result:
-    """Compare events around a call with the profiler's times for the kernels of the call."""
+    """Compare a call's time by events with the profiler's times for the call's kernels."""
     run = work.attention(work.SHAPES[device.type], device)
     ours = statistics.median(samples_of({"run": run}, device)["run"])
     kernels = {name: len(times) for name, times in _kernel_times(run).items()}

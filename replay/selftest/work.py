@@ -48,7 +48,7 @@ def twice(spec: Spec, device: torch.device) -> Function:
 
 
 def delay(device: torch.device) -> Callable[[float], Function]:
-    """Return a factory: it takes milliseconds and returns a function that only waits that long."""
+    """Return a factory of functions that only wait for a given number of milliseconds."""
     return _gpu_delay(device) if device.type == "cuda" else _cpu_delay
 
 

@@ -21,7 +21,7 @@ OUTLIER = 4.0
 """Minimum ratio of an outlier channel of K to the typical channel."""
 
 HALVED = 2.0
-"""Factor by which removing a few channels must shrink the error to show that they are its cause."""
+"""Factor by which removing a few channels must shrink the error if these channels cause it."""
 
 FEW_CHANNELS = 1 / 16
 
@@ -131,7 +131,7 @@ def _numbers(small: AttentionCall) -> dict[str, Any]:
 
 
 def outlier_channel(subject: Subject) -> Evidence | None:
-    """Test whether the error disappears without K's mean, or without its outlier channels.
+    """Test whether the error disappears without the mean of K, or without its outlier channels.
 
     A constant added to all scores of a query does not change the softmax, so attention to K minus
     its mean over the keys is the same. Removing the outlier channels changes the attention, which

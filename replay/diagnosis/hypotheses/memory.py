@@ -1,4 +1,4 @@
-"""Outputs that show the former contents of their memory, or change from call to call."""
+"""Outputs that contain former contents of their memory, or that change from call to call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POISONS = (1.25, -2.75)
 
 
 def unwritten(subject: Subject) -> Evidence | None:
-    """Test whether the output shows the former contents of its memory."""
+    """Test whether the output contains the former contents of its memory."""
 
     def allocated(value: float) -> Tensor | None:
         return subject.run_on(subject.call.to(subject.call.device), value)
@@ -80,7 +80,7 @@ def zeroed(subject: Subject) -> Evidence | None:
 
 
 def flickering(subject: Subject) -> Evidence | None:
-    """Test whether a second run of the same call is correct, so that experiments are useless."""
+    """Test whether a second run of the same call is correct, which makes experiments useless."""
     again = subject.tried(subject.call)
     if again is None or not subject.is_cured(again):
         return None

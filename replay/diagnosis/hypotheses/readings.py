@@ -31,7 +31,7 @@ from replay.diagnosis.subject import Cause, Evidence, Subject
 
 
 class Reading(NamedTuple):
-    """Call as the kernel may have misread it."""
+    """Call that the kernel may have computed by misreading the given call."""
 
     cause: Cause
     sentence: str

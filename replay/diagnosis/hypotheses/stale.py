@@ -1,4 +1,4 @@
-"""Outputs that belong to earlier inputs: a graph replayed without new inputs, or a cache."""
+"""Outputs of earlier inputs, from a cache or from a graph replayed without new inputs."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_times_taken_in_another_way_are_refused(option: str, fields: dict[str, A
 
 
 def test_times_of_another_timer_are_refused() -> None:
-    """Rows of an earlier version, whose cold cache was overwritten, are refused."""
+    """Rows of an earlier version, which overwrote the cache to make it cold, are refused."""
     new = row("a", ms=1.0, cache="cold", timer="cuda-events-after-reads")
     old = replace(new, timer="cuda-events")
     sentence = "before was timed by cuda-events and after by cuda-events-after-reads: replay the ea"

@@ -95,7 +95,7 @@ def few_queries_follow_a_cache(query, key, value, attn_mask, is_causal, scale) -
 def top_left_in_any_case(
     query, key, value, attn_mask, is_causal, scale, bottom_right=False
 ) -> Tensor:
-    """Takes `bottom_right` and ignores it, as flash-attn before version 2.1."""
+    """Takes `bottom_right` and ignores it, as flash-attn did before version 2.1."""
     causal = _ones(query, key).tril() if is_causal else None
     return _attend(query, key, value, attn_mask, scale, causal)
 

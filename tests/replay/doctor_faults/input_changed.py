@@ -42,7 +42,7 @@ def key_mean_subtracted(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_signature
 def padded_values_zeroed(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """Values of padding are set to 0 so that no NaN in them gets through."""
+    """Values of padding are set to 0, so that a NaN in padding has no effect."""
     if attn_mask is not None and attn_mask.dtype == torch.bool and attn_mask.shape[2] == 1:
         value.masked_fill_(~attn_mask.mT, 0.0)
     return attend(query, key, value, attn_mask, is_causal, scale)

@@ -44,7 +44,7 @@ def one_scale_per_head(query, key, value, bias, scale) -> Tensor:
 @register_kernel("planted-int8-per-block", accuracy_class="quantised", default=False)
 @with_sdpa_arguments
 def one_scale_per_block(query, key, value, bias, scale) -> Tensor:
-    """INT8 with a scale per 64 keys, as SageAttention, without its smoothing."""
+    """INT8 with a scale per 64 keys, as in SageAttention, but without smoothing."""
     blocks = [key[:, :, keys].float() for keys in tiles(key.shape[2], 64)]
     quantised = [_to_int8(each, each.abs().amax((2, 3), keepdim=True)) for each in blocks]
     return _attend(query, torch.cat(quantised, 2), value, bias, scale)

@@ -15,7 +15,7 @@ def _without_mask(query, key, value, is_causal, scale) -> Tensor:
 
 @with_sdpa_signature
 def never_passed_on(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """A wrapper around a kernel without masks, which accepts the argument anyway."""
+    """A wrapper accepts a mask, although its kernel does not support masks."""
     return _without_mask(query, key, value, is_causal, scale)
 
 

@@ -54,7 +54,7 @@ def boolean_added(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def bias_as_boolean(query, key, value, mask, scale) -> Tensor:
-    """`.bool()` of an additive mask is True where it is -inf."""
+    """Converts an additive mask with `.bool()`, which gives True for -inf."""
     return attend_in_float32(query, key, value, _as_bias(mask.bool()), scale)
 
 

@@ -1,4 +1,4 @@
-"""The whole command on the trained built-in models: changes of videos, pictures and texts."""
+"""`replay verify` measures changes of videos, pictures and texts of the built-in models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics on hand-made outputs, and on real models with wrong kernels."""
+"""Drift metrics of hand-made outputs, and of real models with wrong kernels."""
 
 from __future__ import annotations
 

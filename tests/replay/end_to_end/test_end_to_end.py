@@ -45,7 +45,7 @@ def told(workshop: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
-    """The delay dominates the time of the model. A sleep may last longer, but not shorter.
+    """The delay dominates the time of the model. A sleep may last longer than asked, but not less.
 
     The excess depends on the machine, so only one measured sleep is compared exactly: the
     prediction contains it once per call.

@@ -1,4 +1,4 @@
-"""Each reason, in a case where it applies and in a case where it does not."""
+"""Each reason is tested in a case where it applies, and in one where it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs written to files, with any name."""
+"""Outputs are written to files, whatever the names of model and kernel."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_length_of_other_modules_is_not_read(transformer: Transformer) -> None:
     others = NoLength(), nn.ModuleList()
     with use_plan(plan_of(*MIXED)) as swap:
         check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
-    assert len(others) == 2  # the list keeps the models alive
+    assert len(others) == 2  # the tuple keeps the modules alive
 
 
 @torch.no_grad()
@@ -196,7 +196,7 @@ def test_blocks_compiled_alone_share_the_graphs_of_their_choice(
         with use_plan(plan_of(*MIXED), {"transformer": transformer}) as swap:
             check_mixed(swap, transformer(STATES, TIMESTEP), plain)
         assert torch.equal(transformer(STATES, TIMESTEP), before)
-    assert graphs() == 1 + 3  # without a plan; twice, thrice, and not in the plan
+    assert graphs() == 1 + 3  # one without a plan; three for twice, thrice, not in the plan
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Replayed calls that represent the counted ones."""
+"""Replayed calls are matched to the counted calls that they represent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALIKE: dict[str, Any] = {
 
 
 def census(*calls: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a census of (module, phase, differences from `ALIKE`), as a capture writes it."""
+    """Return a capture's census of calls given as (module, phase, differences from `ALIKE`)."""
     made = Census()
     for module, phase, unlike in calls:
         sizes = {**ALIKE, **unlike}

@@ -1,4 +1,4 @@
-"""Choices of a plan, on censuses and rows made by hand."""
+"""Choices of a plan, for hand-made censuses and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets, and plans as files."""
+"""Budgets of plans, and plans saved as files."""
 
 from __future__ import annotations
 

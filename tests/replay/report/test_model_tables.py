@@ -1,4 +1,4 @@
-"""The tables of an end-to-end check, on results made by hand."""
+"""Tables of an end-to-end check, with hand-made results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts from made-up samples, and the planted work."""
+"""Verdicts on made-up samples, and the work whose times are known."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ FORMATS = pytest.mark.parametrize("write", [as_text, as_markdown])
 
 
 def changed() -> Comparison:
-    """Return one kernel slower, one gone, one new, one that crashes, one less accurate."""
+    """Return a comparison of five kernels: slower, gone, new, crashing, and less accurate."""
     before = run("before.jsonl", {"good": 0.5, "bad": 0.5, "gone": 0.5}).rows
     after = run("after.jsonl", {"good": 0.5, "bad": 0.53, "new": 0.5}, drift=0.01).rows
     old = [*before, row("breaks", machine=HERE), judged(noisy(4, 16))]

@@ -76,7 +76,7 @@ def rows(
 
 
 def checks(*kernels: str, model: str = "model") -> list[dict[str, Any]]:
-    """Return checks of the model's own attention and of these kernels, 1.1, 1.2 … times as fast."""
+    """Return checks of the model's own attention and of kernels 1.1, 1.2 … times as fast."""
     found = [_checked("the model's own", model, None)]
     found += [_checked(name, model, 1 + at / 10) for at, name in enumerate(kernels, start=1)]
     return [asdict(each) for each in found]
