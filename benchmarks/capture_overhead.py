@@ -146,8 +146,7 @@ def of_model(
     rounds: int,
     figures: Figures,
 ) -> None:
-    """Measure the model plain, hooked, with the hardest call, with spread calls, and with a
-    burst."""
+    """Measure the model in the five ways that the module's docstring lists."""
     clock = Clock(runnable.roots, device)
 
     def plain() -> Run:

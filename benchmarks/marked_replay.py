@@ -26,7 +26,7 @@ _rows = Session.rows
 
 
 def _marked(session: Session) -> Iterator[Row]:
-    """Measure and mark the progress."""
+    """Yield the rows of a session, and mark the time of each report."""
     from replay.bench.runner import DONE
     from replay.distribution.pace import Pace
     from replay.report import progress

@@ -46,7 +46,7 @@ def picture() -> Chart:
     found = dots()
     values = []
     for kernel, (error, ratio, low, high) in found.items():
-        # Labels of neighbouring dots: the upper one above, the lower one below.
+        # Of two neighbouring dots, the upper has its label above, the lower below.
         close = [other[1] for other in found.values() if 0 < abs(other[1] - ratio) < CLOSE]
         values.append(
             {

@@ -8,8 +8,8 @@
 Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
 is a set of calls that share one compiled program. Compiling takes seconds, so calls come in
 families of 40, which are shared out among processes. Writes `benchmarks/results/random_calls.csv`,
-a line for each kernel; on a CPU, where calls are small and none are for Gluon, only if `--out`
-names a file. Exits 1 if an output is wrong, and 2 if time ran out before every call was made.
+a line for each kernel; on a CPU, where calls are small and Gluon kernels are omitted, only if
+`--out` names a file. Exits 1 if an output is wrong, and 2 if time ran out first.
 """
 
 from __future__ import annotations

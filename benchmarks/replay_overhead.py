@@ -4,7 +4,7 @@
     python -m benchmarks.replay_overhead --dir captured_inputs --device cuda
 
 Loads every call of a recording with and without checksums and reads the same files plainly, in
-shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
+shuffled rounds, cold (not in the page cache) and warm. Then replays the recording with the command
 (`benchmarks.marked_replay`), and compares the total time with the timed rounds and their warm-up.
 On a GPU, this is repeated with `--metric all`, which also times blocks of calls for their energy.
 Replaces the measured figures in `benchmarks/results/replay_overhead.csv`, one line each.
@@ -145,7 +145,7 @@ def load_all(directory: Path, *, check: bool) -> None:
 def read_all(paths: list[Path]) -> None:
     """Read each file into memory of its own, as loading has to."""
     for path in paths:
-        buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # untouched, as in loading
+        buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # uninitialised, as in loading
         with path.open("rb", buffering=0) as file:
             rest = memoryview(buffer.numpy().data)
             while rest and (read := file.readinto(rest)):

@@ -33,10 +33,9 @@ LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))
 
 
 def calls(device: torch.device) -> Iterator[AttentionCall]:
-    """Yield every head_dim at every length, plain, causal and padded; then calls with other
-    features.
+    """Yield plain, causal and padded calls of every head_dim and length, then other features.
 
-    The features are windows with a soft cap and sinks, key lengths, packed sequences and pages.
+    Other features are windows with a soft cap and sinks, key lengths, packed sequences and pages.
     """
     generator = torch.Generator(device).manual_seed(0)
     for head_dim in HEAD_DIMS:

@@ -27,7 +27,7 @@ def main() -> None:
     results: dict[str, dict[str, str]] = {}
     notes = []
     with tempfile.TemporaryDirectory(prefix="compatibility ") as temporary:
-        # Via an sdist, because a build/ left in the tree would add stale modules.
+        # Build via an sdist, because a build/ left in the tree would add stale modules.
         command = [sys.executable, "-m", "build", "--outdir", temporary, str(REPOSITORY)]
         subprocess.run(command, check=True, capture_output=True)
         wheel = next(Path(temporary).glob("*.whl"))
@@ -58,7 +58,7 @@ def _try(step: str, python: Path, directory: Path) -> str:
     shutil.copy(Path(__file__).with_name("smoke.py"), directory)
     try:
         done = subprocess.run(
-            # Absolute but not resolved: resolving the symlink would leave the environment.
+            # Absolute but not resolved, because resolving the symlink would leave the environment.
             [str(python.absolute()), "smoke.py", step],
             cwd=directory,
             capture_output=True,

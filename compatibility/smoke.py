@@ -1,4 +1,4 @@
-"""Smoke tests of an environment, one function per step; run by that environment's interpreter.
+"""Smoke tests, one function per step, which run in the interpreter of a tested environment.
 
 Run `python smoke.py STEP` in a scratch directory that contains this file. Exits 0 if the step
 works, and 2 if it states in one sentence what the environment lacks.

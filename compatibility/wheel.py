@@ -46,8 +46,8 @@ def try_wheel(wheel: Path, commands: tuple[tuple[str, ...], ...]) -> None:
         programs = environment / "bin"
         pip = [str(programs / "python"), "-m", "pip", "install", "--quiet"]
         pip += ["--disable-pip-version-check", "--constraint", str(REPOSITORY / "constraints.txt")]
-        # torch first and on its own: only its exact version determines which wheel is installed.
-        # Triton's interpreter needs NumPy.
+        # Install torch first and on its own: only its exact version determines which wheel is
+        # installed. Triton's interpreter needs NumPy.
         for what in ("torch", "numpy", str(wheel)):
             subprocess.run([*pip, what], check=True)
         for program, *arguments in commands:

@@ -174,7 +174,7 @@ class Wrapper:
 
 
 class Ragged(Wrapper):
-    """Packed queries and keys."""
+    """Wrapper for packed queries and keys."""
 
     function = "ragged"
 
@@ -201,7 +201,7 @@ class Ragged(Wrapper):
 
 
 class Decode(Wrapper):
-    """One query of each sequence, whose keys lie in pages."""
+    """Wrapper for one query of each sequence, with keys in pages."""
 
     function = "decode"
 
@@ -243,7 +243,7 @@ class Decode(Wrapper):
 
 
 class Paged(Decode):
-    """Packed queries, keys in pages."""
+    """Wrapper for packed queries with keys in pages."""
 
     function = "paged"
 

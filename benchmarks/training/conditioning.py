@@ -29,9 +29,9 @@ def draw_times(
     """Draw (count,) times from 0 (data) to 1 (noise): mostly noisy early in training, later
     uniform.
 
-    A thing that is visible need not be read from the caption, so captions are learned only at noisy
-    times that hide it; if these are rare, captions are not learned. Each batch has one time from
-    each of ``count`` equally likely parts.
+    A thing that is visible need not be read from the caption, so captions are learned only at times
+    so noisy that the thing is not visible. If such times are rare, captions are not learned. Each
+    batch has one time from each of ``count`` equally likely parts.
     """
     within = torch.rand(count, generator=generator, device=device)
     even = (torch.arange(count, device=device) + within) / count

@@ -132,7 +132,7 @@ def _texture(region: Tensor, brightness: Tensor) -> str:
 
 
 def score(scene: Scene, watched: Watched) -> dict[str, bool]:
-    """Return which parts of the caption of ``scene`` are true of what was ``watched``.
+    """Return which parts of the caption of ``scene`` are true of the ``watched`` things.
 
     The parts are ``colours``, ``shapes`` and ``textures`` of the middle frame, ``layout`` for two
     things, ``motion`` for a moving one, and ``all`` of them.

@@ -45,7 +45,7 @@ class Stage:
 
 @dataclass
 class History:
-    """(step, mean loss since the last point) during training, and the same for validation."""
+    """Pairs of step and mean loss since the previous pair, in training and in validation."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
     validations: list[tuple[int, float]] = field(default_factory=list)

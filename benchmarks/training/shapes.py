@@ -153,7 +153,7 @@ def render(
 class _Layer:
     """One thing of every scene: shape, texture and radius (B,), colour (B, 3), centre (B, T, 2).
 
-    For a scene without this thing, the radius is far below zero, which covers nothing.
+    For a scene without this thing, the radius is far below zero, so that nothing is drawn.
     """
 
     shape: Tensor

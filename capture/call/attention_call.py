@@ -36,7 +36,7 @@ class Origin:
     call_index: int = 0
     """Index among *all* attention calls of the recording, from 0."""
     step: int = 0
-    """Number of earlier forward passes of the module that decides the phase."""
+    """Index of the forward pass of the module that decides the phase, from 0."""
     phase: str = ""
     """`denoise`, `prefill`, `decode` or `encode` (`capture.hooks.phases`)."""
     device: str = "cpu"

@@ -13,7 +13,7 @@ from capture.call.attention_variant import PLAIN
 from capture.call.strides import concatenated
 
 _HEADS, _QUERIES = 1, 2
-"""Dimensions of a query tensor."""
+"""Dimensions of heads and of queries in a query tensor."""
 _KEYS = ("key", "value")
 _SAME_ON_ALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 

@@ -91,7 +91,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 class Listed(argparse._StoreAction):
-    """Action that collects the comma-separated names, or the numbers, of all its uses."""
+    """Action that collects comma-separated names or numbers over all uses of an option."""
 
     def __call__(
         self,

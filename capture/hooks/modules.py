@@ -25,7 +25,7 @@ class CallSite(NamedTuple):
     module: str = ""
     """Dotted path of the innermost watched module; empty outside all watched modules."""
     step: int = 0
-    """Number of earlier forward passes of the module that decides the phase."""
+    """Index of the forward pass of the module that decides the phase, from 0."""
     phase: str = "encode"
 
 

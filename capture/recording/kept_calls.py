@@ -39,7 +39,7 @@ class KeptCalls:
         self, context: RecordingContext, seen: SeenCalls, tell: Callable[[str], None]
     ) -> None:
         self.writer: Writer | None = None
-        """Set before the first call."""
+        """Writer of the kept calls, set before the first call."""
         self._seen, self._tell = seen, tell
         self._context, self._counts = context, context.counts
         self._copier = HostCopier()

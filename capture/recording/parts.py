@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _HEADS = 1
-"""Dimension of a query's heads."""
+"""Dimension of the heads in a query tensor."""
 
 
 class RankPart(NamedTuple):

@@ -22,7 +22,7 @@ from capture.hooks.modes import outside_of_modes
 ENTRY_POINT = "flex_attention"
 _MODULE = "torch.nn.attention.flex_attention"
 MOST_PAIRS = 2**28
-"""Maximum number of (query, key) pairs in a written-out block mask: a quarter of a gigabyte."""
+"""Maximum number of (query, key) pairs in a written-out block mask, a quarter of a gigabyte."""
 
 
 @contextlib.contextmanager
