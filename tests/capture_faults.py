@@ -50,7 +50,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "capture_fau
 
 @dataclass(frozen=True)
 class Fault:
-    """Failure of one function that the recorder calls."""
+    """Failure of a function that the recorder calls."""
 
     name: str
     owner: Any
@@ -87,7 +87,7 @@ FAULTS = [
 
 @dataclass
 class Injected:
-    """Counts the recorder's calls of a function, and makes one of them, or all later ones, fail."""
+    """Counts the recorder's calls of a function, and makes one call or all later calls fail."""
 
     fault: Fault
     occurrence: int = -1
@@ -109,7 +109,7 @@ class Injected:
             if self.error is not None and (
                 index == self.occurrence or (self.lasting and index > self.occurrence >= 0)
             ):
-                if self.fault.name == "close":  # a close that fails still releases the descriptor
+                if self.fault.name == "close":  # a failed close still releases the descriptor
                     original(*arguments, **options)
                 raise self.error
             return original(*arguments, **options)
@@ -130,7 +130,7 @@ def _called_by_recorder() -> bool:
 
 
 class Model(nn.Module):
-    """Several attention calls, each on the output of the previous one."""
+    """Model of several attention calls, each on the output of the previous call."""
 
     def forward(self, states: Tensor, calls: int = 4) -> Tensor:
         for _ in range(calls):
@@ -153,8 +153,7 @@ def run(model: Model, states: Tensor) -> Tensor:
 
 
 def replace_in_torch(functions: dict[int, Any]) -> None:
-    """Replace functions only in modules that this model calls: searching all modules would be
-    slow."""
+    """Replace functions only in this model's modules, because searching all modules is slow."""
     held = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = functions.get(id(held), held)
 
@@ -183,7 +182,7 @@ def attempt(directory: Path, injected: Injected, way: str, *, earlier: Path | No
             refusal = str(error)
     if recording is None:
         assert "\n" not in refusal
-        if not injected.lasting:  # otherwise the recorder cannot undo its changes either
+        if not injected.lasting:  # with a lasting fault, the recorder cannot undo its changes
             assert contents(directory) == before
         outcome = "refused"
     else:
@@ -203,7 +202,7 @@ def attempt(directory: Path, injected: Injected, way: str, *, earlier: Path | No
 
 
 def after(directory: Path, recording: Recording, *, overwrite: bool) -> str:
-    """Compare the recording's report with the files on disk."""
+    """Compare the recording's report with the files on disk, and return the kind of outcome."""
     newer = [path for path in directory.glob("unfinished-*") if (path / MANIFEST).exists()]
     found = [kept_in(each) for each in (directory, *newer)]
     earlier = [3] if overwrite else []
@@ -220,7 +219,7 @@ def after(directory: Path, recording: Recording, *, overwrite: bool) -> str:
 
 
 def kept_in(directory: Path) -> int:
-    """Return the number of calls that `load` reads, after verifying them."""
+    """Verify the calls that `load` reads, and return their number."""
     try:
         data = load(directory)
     except DatasetError:
@@ -257,10 +256,10 @@ def load_or_none(directory: Path) -> list[Any]:
 def try_fault(
     fault: Fault, way: str, scratch: Path, *, overwrite: bool, every: bool = True
 ) -> Counter[str]:
-    """Make a function fail at each occurrence in turn; count the outcomes.
+    """Make a function fail at each occurrence in turn, and count the outcomes.
 
     Args:
-        every: try each of the fault's errors, once and from then on; otherwise only one of them.
+        every: try all of the fault's errors, both once and lasting; otherwise try only one of them.
     """
     outcomes: Counter[str] = Counter()
     earlier = None

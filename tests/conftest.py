@@ -33,7 +33,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # the controller process hands out tests and does not run any
+        return  # the controller process runs no tests itself
     gc.disable()
     import torch
 

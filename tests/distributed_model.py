@@ -1,9 +1,8 @@
-"""A Llama and a smaller model, run by several ranks and recorded: a program for torchrun.
+"""A Llama and a smaller model, run by several ranks and recorded; a program for torchrun.
 
     torchrun --nproc-per-node 2 tests/distributed_model.py OUT SCENARIO…
 
-Every scenario records into OUT/SCENARIO. Without torchrun, the same models run unsplit in one
-process.
+Every scenario records into OUT/SCENARIO. Without torchrun, a single process runs the same models.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Projected(nn.Module):
-    """Attention whose weights and states are small integers, so that their sums are exact."""
+    """Attention whose weights and states are small integers, which makes all sums exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +50,15 @@ class Projected(nn.Module):
 
 
 class Ulysses(nn.Module):
-    """Attention between two all-to-alls: from some tokens of all heads to all tokens of some."""
+    """Attention between two all-to-alls that exchange a share of the tokens for a share of
+    heads."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*map(_to_heads, (query, key, value)))
 
 
 def _to_heads(tensor: Tensor) -> Tensor:
-    """Exchange (B, S of this rank, H, D) for (B, H of this rank, S, D)."""
+    """Exchange (B, this rank's S, H, D) for (B, S, this rank's H, D)."""
     ranks = _ranks()
     sent = [part.contiguous() for part in tensor.chunk(ranks, dim=2)]
     received = [torch.empty_like(sent[_rank()]) for _ in range(ranks)]
@@ -70,13 +70,13 @@ def _to_heads(tensor: Tensor) -> Tensor:
 
 
 def _exchanged(received: list[Tensor], sent: list[Tensor]) -> None:
-    """Perform an all-to-all with gathers, since gloo has no all-to-all."""
+    """Perform an all-to-all by gathers, because gloo has no all-to-all."""
     for rank in range(_ranks()):
         group.gather(sent[rank], received if rank == _rank() else None, dst=rank)
 
 
 class Queries(nn.Module):
-    """Attention in which each rank has some of the queries and all keys."""
+    """Attention with some of the queries and all keys on each rank."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         rows = slice(*_share(query.shape[2]))
@@ -141,7 +141,7 @@ def exact(out: Path) -> None:
 
 
 def ulysses(out: Path) -> None:
-    """Run a model whose tokens are split, and exchanged for heads before attention."""
+    """Run a model whose tokens are split between ranks and exchanged for heads before attention."""
     model = Ulysses()
     tokens = slice(*_share(8))
     with _recorded(model, out, split="heads"):
@@ -149,7 +149,7 @@ def ulysses(out: Path) -> None:
 
 
 def queries(out: Path) -> None:
-    """Run a model whose queries are split unevenly."""
+    """Run a model whose queries are split unevenly between ranks."""
     tensors = [_normal(1, HEADS, 7, HEAD_DIM, seed=seed) for seed in range(3)]
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool, device=_device()).tril()
     model = Queries()
@@ -158,7 +158,7 @@ def queries(out: Path) -> None:
 
 
 def differing_calls(out: Path) -> None:
-    """Run an extra model on the first rank, before the others start and after they stopped."""
+    """Run an extra model on the first rank, before the other ranks start and after they stop."""
     model = nn.ModuleDict({"own": Ulysses(), "shared": Projected()}).to(_device())
     _parallelize(model["shared"], ["query", "key", "value"])
     with _recorded(model, out, sample="first"):
@@ -265,7 +265,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> None:
-    """Run the scenarios that the command line names, in its order."""
+    """Run the scenarios in the order of the command line."""
     out = Path(sys.argv[1])
     if _on_gpu():
         torch.cuda.set_device(_device())

@@ -1,4 +1,4 @@
-"""Calls, rows and kernels for tests. Each keyword changes one property."""
+"""Calls, rows and kernels for tests. Each keyword changes one property of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def random_call(
     origin: dict[str, Any] | None = None,
     **fields: Any,
 ) -> AttentionCall:
-    """Return a call of these sizes with standard normal values; other keywords set its fields."""
+    """Return a call of these sizes with standard normal values; other keywords set fields."""
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads = kv_heads or q_heads
     query, key, value = (
@@ -92,7 +92,7 @@ def random_call(
 
 @dataclass(frozen=True)
 class FunctionSource(Source):
-    """Workload source that makes its call with a function."""
+    """Workload source whose call is returned by a function."""
 
     given_name: str
     function: Callable[[torch.device], AttentionCall]
@@ -116,12 +116,12 @@ def made_workload(name: str, function: Callable[[torch.device], AttentionCall]) 
 def store_part(
     directory: Path, call: AttentionCall, by: int, ranks: Sequence[int], **origin: Any
 ) -> None:
-    """Write the two heads of a call that belong to a rank, as if that rank had recorded them.
+    """Write a rank's two heads of a call to a file, as if that rank had recorded them.
 
     Args:
         by: the rank.
         ranks: the ranks that share the call, in the order of their heads.
-        origin: fields that differ in the part's origin.
+        origin: fields to replace in the origin of the part.
     """
     first = 2 * ranks.index(by)
     part = pick(call, range(first, first + 2), range(first, first + 2))
@@ -139,13 +139,13 @@ def sized_call(sizes: tuple[int, int, int, int, int, int, int], **options: Any) 
 
 
 def one_head(*rows: list[float]) -> Tensor:
-    """Return rows as a tensor (1, 1, S, D) in float64."""
+    """Return rows as a float64 tensor (1, 1, S, D)."""
     return torch.tensor(rows, dtype=torch.float64)[None, None]
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits, for exact comparisons: fp8 has no equality, and a NaN equals
-    nothing."""
+    """Return a tensor's bits for exact comparisons: fp8 has no `==`, and NaN is not equal to
+    NaN."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
 
 
@@ -183,7 +183,7 @@ def call_facts(
     kv_len: int = 64,
     **fields: Any,
 ) -> CallFacts:
-    """Return facts of a call with 64 queries, or with one query in decode."""
+    """Return the facts of a call with 64 queries, or with one query if the phase is decode."""
     usual = CallFacts(
         name,
         model="model",
@@ -203,8 +203,7 @@ def errors(**figures: Any) -> Errors:
 
 
 def accuracy(against_reference: Errors | None = None, **others: Any) -> Accuracy:
-    """Return an accuracy without errors against the reference; keywords set errors against
-    others."""
+    """Return an accuracy without errors against the reference; keywords set the other errors."""
     return Accuracy(against_reference or errors(), **others)
 
 
@@ -226,8 +225,7 @@ def row(
     reason: str = "",
     **fields: Any,
 ) -> Row:
-    """Return a row with these times. A single number is repeated ten times. Timed rows have an
-    accuracy."""
+    """Return a row with these times; a single number is repeated ten times."""
     if ms is not None:
         timed = {"time_ms": summarize([ms] * 10 if isinstance(ms, float) else ms)}
         fields = {**timed, "accuracy": accuracy(), **fields}
@@ -301,7 +299,7 @@ def full_row() -> Row:
 
 
 def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
-    """Return a census of (module, phase, key length, calls), with the sizes of `call_facts`."""
+    """Return a census of (module, phase, key length, number of calls); `call_facts` sets sizes."""
     sizes = list(dict.fromkeys((_q_len(phase), kv_len) for _, phase, kv_len, _ in calls))
     return {
         "signatures": [

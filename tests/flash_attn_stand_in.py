@@ -1,4 +1,4 @@
-"""The functions of flash-attn 2.8 and FlashMLA in plain PyTorch.
+"""Functions of flash-attn 2.8 and FlashMLA, rewritten in plain PyTorch.
 
 Names, parameters and layouts are those of the libraries, which need a GPU and are not installed.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: Any, softcap: float
 ) -> Tensor:
-    """Apply flash-attn's definition to one sequence (S, H, D): bottom right, windows inclusive."""
+    """Apply flash-attn's definition to one (S, H, D): aligned bottom right, windows inclusive."""
     dtype = q.dtype
     q, k, v = (each.transpose(0, 1).float() for each in (q, k, v))
     k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], 0) for each in (k, v))
@@ -82,7 +82,7 @@ def flash_attn_varlen_func(
 
 
 def in_one_piece(pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-    """Gather (T, H, D) from pages (P, page_size, H, D), laid out as flash-attn documents."""
+    """Gather (T, H, D) from pages (P, page_size, H, D), which are laid out as in flash-attn."""
     size = pool.shape[1]
     tokens = [
         pool[int(row[t // size]), t % size]
@@ -113,7 +113,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor:
-    """Write the new keys and values into the cache, then attend."""
+    """Write the new keys and values into the cache, and attend to the cache."""
     used = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
     lengths = torch.as_tensor(used).expand(len(q)).clone()
     if k is not None and v is not None:
@@ -146,7 +146,7 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute FlashMLA's `reference_torch`, with the same arguments."""
+    """Compute what FlashMLA's `reference_torch` computes, with the arguments of its kernel."""
     assert block_table is not None
     assert cache_seqlens is not None
     outputs = []

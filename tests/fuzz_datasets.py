@@ -51,9 +51,9 @@ from replay.workloads.recorded import from_directory
 from tests.factories import census, normal, random_call
 
 MEMORY = 5 << 30
-"""Bytes of address space in addition to the imports: enough for a call and a copy of the call."""
+"""Bytes of address space in addition to the imports, enough for two copies of a call."""
 SECONDS = 20
-"""Timeout for one dataset; even a busy machine needs less."""
+"""Timeout for one dataset in seconds; even a busy machine needs less."""
 
 Random = random.Random
 
@@ -66,11 +66,11 @@ VALUES: list[Any] = [
 
 
 class Hung(BaseException):
-    """A dataset took too long; no handler of ours catches it."""
+    """Raised when a dataset takes too long; none of our handlers catches it."""
 
 
 def make(directory: Path) -> None:
-    """Write the dataset to corrupt: five calls of a complete capture, two of a killed capture."""
+    """Write the dataset to corrupt: five calls of a complete capture and two of a killed one."""
     directory.mkdir()
     expanded = normal(1, 1, 9, 32).expand(1, 2, 9, 32)
     calls = [
@@ -137,7 +137,7 @@ def in_pages() -> AttentionCall:
 
 
 def harm(directory: Path, chance: Random) -> str:
-    """Corrupt a dataset in one way; return the name of that way."""
+    """Corrupt a dataset in one way; return the name of this way."""
     name = chance.choice(list(HARMS))
     files = sorted(filter(is_small_file, directory.iterdir()))
     if files:
@@ -147,7 +147,7 @@ def harm(directory: Path, chance: Random) -> str:
 
 
 def is_small_file(path: Path) -> bool:
-    """Return whether a path is a file that an earlier change has not made huge."""
+    """Return whether a path is a file that no earlier change has made huge."""
     return path.is_file() and not path.is_symlink() and path.stat().st_size < 2**22
 
 
@@ -168,7 +168,7 @@ def lengthen(directory: Path, path: Path, chance: Random) -> None:
         with path.open("ab") as file:
             file.write(bytes(chance.randrange(1, 5000)))
     else:
-        os.truncate(path, chance.choice([2**20, 2**33, 2**40]))  # nothing but a length
+        os.truncate(path, chance.choice([2**20, 2**33, 2**40]))  # changes only the length
 
 
 def replace_file(directory: Path, path: Path, chance: Random) -> None:
@@ -287,7 +287,7 @@ def reshaped(directory: Path, path: Path, chance: Random) -> None:
         elements = 1
         for size in stored:
             elements *= size
-        if elements > 2**16:  # larger tensors take proportionally longer
+        if elements > 2**16:  # larger tensors only take more time
             return
         values[name] = torch.zeros(stored, dtype=getattr(torch, dtype))
     sign(directory, path, header, values, chance)
@@ -331,7 +331,7 @@ def json_of(path: Path) -> Any:
 
 
 def change(data: Any, chance: Random) -> None:
-    """Replace, remove, copy or repeat something at a random place of a JSON tree."""
+    """Replace, remove, copy or repeat something at a random place in a JSON tree."""
     places: list[tuple[Any, Any]] = []
 
     def collect(node: Any) -> None:
@@ -363,7 +363,7 @@ def change(data: Any, chance: Random) -> None:
 
 
 def dumped(data: Any, chance: Random) -> str:
-    """Return JSON, occasionally with deeply nested data."""
+    """Return data as JSON, occasionally with deep nesting."""
     text = json.dumps(data)
     if chance.random() < 0.1:
         depth = chance.choice([100, 800, 100_000])
@@ -373,7 +373,7 @@ def dumped(data: Any, chance: Random) -> str:
 
 
 def use(directory: Path) -> None:
-    """Run each operation of the command lines on a dataset, even if another operation fails."""
+    """Run each operation of the command lines on a dataset, even if other operations fail."""
     screen, errors = io.StringIO(), list[str]()
     console = Console(file=screen, width=80)
 
@@ -411,7 +411,7 @@ def workloads_of(directory: Path) -> list[Any]:
 
 
 def try_one(pristine: Path, scratch: Path, seed: int, number: int, names: Counter[str]) -> str:
-    """Corrupt and use one dataset; return a description of any failure."""
+    """Corrupt and use one dataset; describe the failure, if any."""
     chance = Random(f"{seed} {number}")
     directory = scratch / "data"
     shutil.rmtree(directory, ignore_errors=True)

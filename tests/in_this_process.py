@@ -1,4 +1,4 @@
-"""Runs a command in the process of the tests."""
+"""Runs a command inside the process of the tests."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 
 def hasten() -> None:
-    """Skip the redundant work until the process ends."""
+    """Make the interpreter skip redundant work until the process ends."""
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     function = interpreter.InterpretedFunction
@@ -56,7 +56,8 @@ def _languages(function: Any) -> list[Any]:
 
 
 def _by_name(function: Any) -> Any:
-    """Return a function of a Triton type that keeps its results; pointer types have no hash."""
+    """Return a function that caches its result by its Triton type's name; some types lack a
+    hash."""
     results: dict[str, Any] = {}
 
     @functools.wraps(function)
@@ -70,7 +71,7 @@ def _by_name(function: Any) -> Any:
 
 @functools.cache
 def _constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the number of elements and the shape as tensors have them."""
+    """Return the number of elements and the shape in the form that Triton's tensors store."""
     return tl.constexpr(math.prod(shape)), tl.core.tuple([tl.constexpr(size) for size in shape])
 
 
@@ -80,7 +81,7 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def _remembered(describe: Any) -> Any:
-    """Return a constructor of block types that describes each element type and shape once."""
+    """Return a constructor of block types that describes each pair of type and shape only once."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @functools.wraps(describe)
@@ -97,7 +98,7 @@ def _remembered(describe: Any) -> Any:
 
 
 def _unless_alike(check: Any) -> Any:
-    """Return a check of operands that accepts two tensors of one type as they are."""
+    """Return a check that passes two operands of equal type on without converting them."""
 
     @functools.wraps(check)
     def checked(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Options of a parser, values for them, and a namespace that notes which options are read."""
+"""Options of a parser, example values, and a namespace that notes which options are read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class Noted(argparse.Namespace):
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the options that set an attribute: all but --help and --version."""
+    """Return the options that set an attribute, which are all except --help and --version."""
     found = [action for action in parser._actions if action.option_strings]
     return [action for action in found if action.dest not in ("help", "version", argparse.SUPPRESS)]

@@ -20,7 +20,7 @@ SENTENCE = re.compile(r"[A-Z`][^.!?\n]{20,220}?[.!?](?=\s|$)")
 
 
 def from_code(path: Path) -> list[str]:
-    """Return the sentences in docstrings, comments, options' helps and errors of a Python file."""
+    """Return the sentences in a Python file's docstrings, comments, option helps and errors."""
     text = path.read_text(encoding="utf-8")
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -40,8 +40,7 @@ def from_code(path: Path) -> list[str]:
 
 
 def message_of(node: ast.expr) -> str:
-    """Return the text of a string or f-string, with expressions in braces; otherwise an empty
-    string."""
+    """Return the text of a string or f-string, with expressions in braces; "" for other nodes."""
     if isinstance(node, ast.Constant):
         return " ".join(str(node.value).split())
     if isinstance(node, ast.JoinedStr):
@@ -64,7 +63,7 @@ def from_page(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print sentences, each with its file."""
+    """Print random sentences, each with its file."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 120
     seed = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     found = {

@@ -1,4 +1,4 @@
-"""The GitHub Action: its script runs, and its files agree."""
+"""The GitHub Action's script runs, and the files of the Action agree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def defaults() -> dict[str, str]:
-    """Default inputs, as the script receives them."""
+    """Default inputs, in the form that the script receives."""
     return {
         f"REPLAY_{name.upper().replace('-', '_')}": str(declared.get("default", ""))
         for name, declared in read("action.yml")["inputs"].items()
@@ -44,7 +44,7 @@ def defaults() -> dict[str, str]:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """A directory with two recorded calls and a kernel."""
+    """Directory with two recorded calls and a kernel."""
     directory = tmp_path / "captured_inputs"
     directory.mkdir()
     dataset = Dataset(directory, [], [])

@@ -1,4 +1,4 @@
-"""The import directions drawn in docs/contributing.md."""
+"""Imports follow the directions drawn in docs/contributing.md."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ def test_imports_point_down(package: str) -> None:
 
 
 def lines_of_models() -> dict[str, int]:
-    """Return the line of each file and folder in the drawing of `models/__init__.py`."""
+    """Return the line number of each file and folder in the drawing in `models/__init__.py`."""
     text = ast.get_docstring(ast.parse((REPOSITORY / "models" / "__init__.py").read_text("utf-8")))
     assert text is not None
     drawing = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
-    # A line's description comes after its names and has several words.
+    # Only descriptions, which follow the names on a line, have several words.
     cells = ((at, cell) for at, line in enumerate(drawing) for cell in re.split(r" {2,}", line))
     return {cell.rstrip("/"): at for at, cell in cells if re.fullmatch(r"\w+/?", cell)}
 
 
 def not_from_below(lines: dict[str, int], graph: dict[str, set[str]]) -> list[str]:
-    """Return imports of files or folders that are drawn on the same line or above."""
+    """Return imports of files or folders that are drawn on the importing file's line or above."""
 
     def drawn(module: str) -> str:
         return module.split(".")[1] if "." in module else "__init__"
@@ -160,7 +160,7 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
 
 
 def test_a_metric_is_declared_once() -> None:
-    """A metric's column, unit and meaning are stated only beside its field."""
+    """Only the code beside a metric's field states its column, unit and meaning."""
     from replay.rows.fields import COLUMNS, FIELDS, METRICS
 
     paths = {field.path for field in FIELDS}

@@ -1,4 +1,4 @@
-"""Benchmarks that need a GPU say so where there is none. mypy checks the names that they use."""
+"""Benchmarks that need a GPU fail clearly without one. mypy checks the names that they use."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ for name, arguments in {benchmarks!r}.items():
 
 
 def test_benchmarks_without_a_gpu_fail_with_one_sentence() -> None:
-    """The benchmark fails before it writes or empties a file."""
-    # In another process, because one benchmark replaces functions of the replay.
+    """Each benchmark fails before it writes or empties a file."""
+    # One benchmark replaces functions of the replay, so the script runs in another process.
     script = WITHOUT_ONE.format(benchmarks=NEED_A_GPU)
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

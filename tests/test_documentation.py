@@ -49,7 +49,7 @@ def test_table_of_tasks_names_files_that_exist() -> None:
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
-    """Yield the words of each `capture` and `replay` command in code, from the command on."""
+    """Yield the words of each `capture` or `replay` command in code, from the command's name on."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:capture|replay) [^`\n]+)`", text)

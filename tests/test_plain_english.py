@@ -1,4 +1,4 @@
-"""The mechanical part of docs/contributing.md's rules for docstrings, comments and messages.
+"""Checks the mechanical rules of docs/contributing.md for docstrings, comments and messages.
 
 `python -m tests.test_plain_english [PATH …]` lists the violations.
 """
@@ -38,7 +38,7 @@ AVOIDED = re.compile(
     r"|(?:is|was) (?:told|said)|those that|of which)\b(?! \()"
 )
 PASSAGES = ("models/generation.py",)
-"""Files that contain text for a model to read."""
+"""Files whose strings contain text for a model to read."""
 
 
 def first_word_faults(tree: ast.Module, is_test: bool) -> Iterator[tuple[int, str]]:
@@ -79,7 +79,7 @@ def _attribute_faults(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
 def avoided_phrases(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the words of avoided phrases in comments, docstrings and messages."""
     if not AVOIDED.search(text):
-        return  # splitting into tokens takes most of the time
+        return  # skips tokenizing, which takes most of the time
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if tokenize.tok_name[token.type] in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
             for found in AVOIDED.finditer(token.string):
@@ -88,7 +88,7 @@ def avoided_phrases(text: str) -> Iterator[tuple[int, str]]:
 
 
 def faults(path: Path) -> list[str]:
-    """Return a line with place and text for each fault of a file."""
+    """Return a line for each fault of a file, with its place and the text."""
     text = path.read_text(encoding="utf-8")
     name = path.resolve().relative_to(REPOSITORY)
     is_test = name.parts[0] == "tests"

@@ -1,4 +1,4 @@
-"""The shims of `benchmarks/public_tests` translate the libraries' arguments correctly."""
+"""The shims in `benchmarks/public_tests` translate the libraries' arguments correctly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIONS = (
 
 
 def _attention(**given: Any) -> Tensor:
-    """Compute attention of any call by the formula."""
+    """Compute the attention of any call by the formula."""
     variant = AttentionVariant(
         **{name: given.pop(name) for name in vars(AttentionVariant()) if name in given}
     )
@@ -175,7 +175,7 @@ def test_what_ours_does_not_compute_is_skipped(
 def _expected(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, left: int = -1, cap: float = 0.0
 ) -> Tensor:
-    """Compute attention of one sequence (S, H, D)."""
+    """Compute the attention of one sequence (S, H, D)."""
     return stand_in.attend(q, k, v, None, causal, (left, -1), cap)
 
 
@@ -220,7 +220,7 @@ def test_single(shims: SimpleNamespace, layout: str, options: dict[str, Any]) ->
 def test_pages(
     shims: SimpleNamespace, q_lens: tuple[int, int], layout: str, options: dict[str, Any]
 ) -> None:
-    pool = _random(6, 2, 4, 2, 8)  # pages, key and value, tokens, heads, D
+    pool = _random(6, 2, 4, 2, 8)  # (pages, key and value, tokens, heads, D)
     indptr, indices = torch.tensor([0, 1, 4]), torch.tensor([5, 2, 0, 3])
     last = torch.tensor([4, 3])
     sequences = [pool[[5]], pool[[2, 0, 3]]]

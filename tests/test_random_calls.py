@@ -1,4 +1,4 @@
-"""`benchmarks/random_calls.py` draws the documented calls, and notices a wrong output."""
+"""`benchmarks/random_calls.py` draws the documented calls, and detects a wrong output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures that `benchmarks/tables/speed.py` derives from rows, and the files that phases write."""
+"""Figures that `benchmarks/tables/speed.py` derives from rows, and files written by its phases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MACHINE = {"machine.device": "a GPU", "machine.torch": "2.11", "machine.triton":
 
 
 def row(name: str, kernel: str, **changes: Any) -> dict[str, Any]:
-    """Return a replay's row of a call with head_dim 64."""
+    """Return a row that a replay would write for a call with head_dim 64."""
     shape = {"batch": 1, "q_heads": 2, "kv_heads": 2, "q_len": 8, "kv_len": 8}
     return {
         "kernel": kernel,
@@ -40,12 +40,12 @@ def row(name: str, kernel: str, **changes: Any) -> dict[str, Any]:
 
 
 def timed(name: str, kernel: str, ms: float, pairs: int, **changes: Any) -> dict[str, Any]:
-    """Return a row whose TFLOPS are 2·pairs·(64 + 64) operations divided by `ms`."""
+    """Return a row whose TFLOPS follow from 2·pairs·(64 + 64) operations in `ms`."""
     return row(name, kernel, time_ms={"p50": ms}, tflops=256 * pairs / ms / 1e9, **changes)
 
 
 def lines(table: str) -> list[list[str]]:
-    """Return the cells of a table's heading and lines."""
+    """Return the cells in a table's heading and lines."""
     return [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in table.splitlines()
@@ -72,7 +72,7 @@ def test_an_environment_s_baseline_is_not_a_kernel_of_its_own(tmp_path: Path) ->
 
 
 def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every schedule has a predicted time, and the fastest is chosen."""
+    """Every schedule has a predicted time, and the fastest schedule is chosen."""
     persistent = pytest.importorskip("attention_kernels.hopper.persistent")
     monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
     for spec in narrow_heads.CALLS.values():
@@ -83,7 +83,7 @@ def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratios are taken in each round, also for a core; unsupported calls have no line."""
+    """Ratios are computed per round, for cores too; unsupported calls have no line."""
     plain = random_call(q_len=8, kv_len=8, is_causal=True)
     # In a window of two keys, 15 of the 36 causal pairs are visible.
     calls = {
@@ -114,7 +114,7 @@ def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.Monke
         ("plain-window", "plain", "drop-in"),
         ("plain-window", "plain", "core"),
     ]
-    # A pair of the window takes 2, 1 and 1 times as long as one of the plain call.
+    # A visible pair takes 2, 1 and 1 times as long with the window as without it.
     assert [line["time per pair"] for line in found] == pytest.approx([1.0, 1.0])
     assert (found[0]["low"], found[0]["high"]) == pytest.approx((1.0, 2.0))
     assert found[0]["pairs"] * 36 == found[0]["plain, pairs"] * 15

@@ -1,4 +1,4 @@
-"""benchmarks.versions on a CPU: two checkouts run in turn, and their results are kept apart."""
+"""`benchmarks.versions` runs two checkouts in turn on a CPU, and keeps their results apart."""
 
 from __future__ import annotations
 

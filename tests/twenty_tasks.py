@@ -32,8 +32,7 @@ def git(*arguments: str) -> list[str]:
 
 
 def present_names() -> dict[str, str]:
-    """Return the present path of each file, by its path before the move; deleted files are left
-    out."""
+    """Return each file's present path by its path before the move; deleted files are left out."""
     renames = git("diff", "--name-status", "--find-renames=30%", BEFORE_MOVE, "HEAD")
     changed = [line.split("\t") for line in renames]
     moved = {fields[1]: fields[-1] for fields in changed if fields[0][0] == "R"}
@@ -46,7 +45,7 @@ def present_names() -> dict[str, str]:
 
 
 def tasks() -> list[tuple[str, set[str]]]:
-    """Return the subject of each drawn commit and the present names of its changed files."""
+    """Return the subject of each drawn commit, and the present names of the files it changed."""
     names, candidates = present_names(), []
     for line in git("log", "-200", "--no-merges", "--format=%h %s", BEFORE_MOVE):
         commit, _, subject = line.partition(" ")

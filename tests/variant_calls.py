@@ -14,11 +14,10 @@ from tests.factories import normal, random_call
 
 
 def paged_call(lengths: list[int], page_size: int, **sizes: Any) -> AttentionCall:
-    """Return a call of sequences with `lengths` keys in scrambled pages; last pages may be partly
-    full.
+    """Return a call whose sequences have `lengths` keys in scrambled pages, some of them not full.
 
-    Two pages are unused, and rows of the table are one longer than needed. Queries are packed if
-    `cu_seqlens_q` is given.
+    Two pages are unused, and the table's rows are one entry longer than needed. Queries are packed
+    if `cu_seqlens_q` is given.
     """
     pages = -(-max(*lengths, 1) // page_size) + 1
     pool = len(lengths) * pages + 2
@@ -38,14 +37,13 @@ MLA = {"head_dim": 576, "v_head_dim": 512, "q_heads": 4, "kv_heads": 1, "dtype":
 
 
 def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
-    """Return a call of absorbed MLA, whose value is the key's first 512 columns."""
+    """Return a call of absorbed MLA, whose value is the first 512 columns of its key."""
     call = paged_call([17, 140], page_size, **{**MLA, **changes})
     return replace(call, value=call.key[..., :512])
 
 
 def sequences(call: AttentionCall) -> list[AttentionCall]:
-    """Return each sequence of a paged call, with keys looked up one by one, as flash-attn
-    defines."""
+    """Return a paged call's sequences; keys are looked up one by one, as flash-attn defines."""
     table, lengths, size = call.page_table, call.seqused_k, call.key.shape[2]
     assert table is not None
     assert lengths is not None
@@ -202,13 +200,11 @@ def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
 
 
 LIBRARY_CALLS = _calls(64, torch.float16)
-"""Half-precision calls for kernels of other libraries, some with an alignment that none
-supports."""
+"""Half-precision calls for other libraries' kernels; the alignment of some calls is unsupported."""
 
 
 def visible(call: AttentionCall) -> Tensor:
-    """Return the visible pairs, (B, Sq, Sk) bool, computed one pair at a time from the
-    definitions."""
+    """Return the visible pairs, (B, Sq, Sk) bool, tested one by one against the definitions."""
     batch, q_len, kv_len = call.shape.batch, call.shape.q_len, call.shape.kv_len
     cu_q = [0, q_len] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     cu_k = [0, kv_len] if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()

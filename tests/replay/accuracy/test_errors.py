@@ -1,4 +1,4 @@
-"""Errors compared with figures computed by hand."""
+"""Errors are compared with figures computed by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Torch's exact kernels pass on hard inputs for any seed; an output with one changed row fails.
 
-Seeds are new in every run, so that even a rare false alarm shows up eventually. A failure names its
+Every run draws new seeds, so that even a rare false alarm occurs eventually. A failure states its
 seed.
 """
 
@@ -31,8 +31,7 @@ def fresh_seeds(count: int) -> range:
 
 
 def hard_call(seed: int) -> AttentionCall:
-    """Return a call with few keys and rows, sums that cancel to noise, subnormals, or rows without
-    keys."""
+    """Return a call with few keys and rows, cancelling sums, subnormals, or rows without keys."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -71,7 +70,7 @@ def hard_call(seed: int) -> AttentionCall:
 
 
 def small_call(seed: int) -> AttentionCall:
-    """`replay --random -hq 2 -sq 64 -sk 1024 -d 128`."""
+    """Return the call of `replay --random -hq 2 -sq 64 -sk 1024 -d 128` for this seed."""
     generator = torch.Generator().manual_seed(seed)
     dtype = DTYPES[seed % len(DTYPES)]
     sizes = ((1, 2, 64, 128), (1, 2, 1024, 128), (1, 2, 1024, 128))
@@ -79,7 +78,7 @@ def small_call(seed: int) -> AttentionCall:
 
 
 def outputs(call: AttentionCall, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield PyTorch's outputs and, for every second seed, one with scaled scores, as in models."""
+    """Yield PyTorch's outputs; for every second seed, also one from scaled scores, as in models."""
     same_width = call.query.shape[3] == call.value.shape[3]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)[not same_width :]:
         with sdpa_kernel(backend):
@@ -130,7 +129,7 @@ def test_thousands_of_honest_calls_pass() -> None:
 
 @pytest.mark.parametrize("seed", [439, 1051, 1455])
 def test_kernels_that_scale_the_scores_pass(seed: int) -> None:
-    """Their error was over twice that of attention with scaled query and key."""
+    """The kernels' error was over twice that of attention with a scaled query and key."""
     call = small_call(seed)
     expected = Expected.of(call)
     for output in (find("eager").attention(**call.arguments()), example(**call.arguments())):

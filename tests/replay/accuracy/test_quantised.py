@@ -50,7 +50,7 @@ def sage_1(tensor: Tensor) -> Tensor:
 
 
 def unnormalised_fp8(weights: Tensor) -> Tensor:
-    """Return probabilities scaled up to 256, as FlashAttention-3 does."""
+    """Return unnormalised probabilities of up to 256, as FlashAttention-3 does."""
     return (weights * 256).to(torch.float8_e4m3fn).float() / 256
 
 
@@ -59,7 +59,7 @@ def half(tensor: Tensor) -> Tensor:
 
 
 KERNELS: dict[str, tuple[Rounding, Rounding, Rounding, Rounding, bool]] = {
-    # Rounding of query, key, value and probabilities; whether the keys' mean is subtracted.
+    # Rounding of query, key, value and probabilities; True if the keys' mean is subtracted.
     "sage 1": (sage_1, sage_1, half, half, True),
     "sage 2": (
         lambda query: per_block(query, to_int8, 32),
@@ -129,7 +129,7 @@ def test_quantised_rule_finds_errors_that_the_whole_output_hides(q_len: int) -> 
             if name == "sage 1" and (broken is not bad_row or q_len > 1):
                 assert judge(broken, whole_alone, "quantised").passed, name
     fewer = F.scaled_dot_product_attention(**without_last.arguments())
-    assert not judge(fewer, expected, "quantised").passed  # without any error of 8 bits
+    assert not judge(fewer, expected, "quantised").passed  # has no 8-bit error, but fewer keys
 
 
 def hard_call(values: str, seed: int, dtype: torch.dtype, **fields: object) -> AttentionCall:
@@ -201,8 +201,8 @@ def may_use_tf32() -> bool:
 
 
 class TF32(torch.overrides.TorchFunctionMode):
-    """Float32 products as with TF32 on a GPU: operands are rounded to 11 bits or, as in the
-    hardware, truncated."""
+    """Rounds operands of float32 products to 11 bits like TF32, or truncates them like the
+    hardware."""
 
     def __init__(self, *, cuts: bool = False) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class TF32(torch.overrides.TorchFunctionMode):
 
 @pytest.mark.parametrize(("values", "cuts"), zip(HARD, (False, True) * 3, strict=True))
 def test_tf32_does_not_change_verdicts(values: str, cuts: bool) -> None:
-    """Only a head's worst row may differ by a tenth."""
+    """TF32 may change only a head's worst row, by up to a tenth."""
     for seed, dtype in enumerate((torch.bfloat16, torch.float16)):
         call = hard_call(values, seed, dtype)
         exact, rounded = Expected.of(call), Expected.of(call)
@@ -266,7 +266,7 @@ def test_round_trips_equal_figures_by_hand() -> None:
     numbers = torch.tensor([126.6, 0.4, -3.5, 0.0])
     assert to_int8(numbers, largest).tolist() == [127.0, 0.0, -4.0, 0.0]
     assert to_int8(torch.zeros(2), torch.tensor(0.0)).tolist() == [0.0, 0.0]
-    eighths = torch.tensor([1.0, 1.0625, 1.07, 448.0])  # 1.0625 is a tie and rounds to even
+    eighths = torch.tensor([1.0, 1.0625, 1.07, 448.0])  # 1.0625 is a tie, and rounds to even
     assert to_fp8(eighths, torch.tensor(448.0)).tolist() == [1.0, 1.0, 1.125, 448.0]
 
 

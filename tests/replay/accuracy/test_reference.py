@@ -1,4 +1,4 @@
-"""The reference compared with a one-line formula and with torch's math backend."""
+"""The reference is compared with a one-line formula and with torch's math backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.factories import sized_call
 
 
 def random_call(**options: Any) -> AttentionCall:
-    """Return a float64 call of sizes (2, 4, 2, 9, 13, 8, 8)."""
+    """Return a float64 call of sizes (2, 4, 2, 9, 13, 8, 8), with these options."""
     usual = {"batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64}
     return factories.random_call(**{**usual, **options})
 
@@ -157,7 +157,7 @@ def test_same_dtype_has_a_form_with_scaled_scores(dtype: torch.dtype, scale: flo
 def test_unscaled_scores_that_overflow_float16_give_nan_in_the_second_output_only(
     is_causal: bool, sign: int
 ) -> None:
-    """This holds even if all scores become -inf, which otherwise means masked."""
+    """The second output is NaN even if all scores become -inf, which otherwise means "masked"."""
     call = sized_call((1, 1, 1, 4, 4, 64, 8), dtype=torch.float16)
     query, key = (torch.full_like(each, 40.0) for each in (call.query, call.key))
     query[:, :, 2] = 1.0

@@ -1,4 +1,4 @@
-"""A sparse kernel is compared with attention to the keys that it reports as chosen."""
+"""A sparse kernel is compared with attention to those keys that it reports as chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of `replay --tolerances`: valid contents, and messages about invalid ones."""
+"""Valid contents of the file for `replay --tolerances`, and messages about invalid ones."""
 
 from __future__ import annotations
 

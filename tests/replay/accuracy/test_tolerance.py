@@ -46,8 +46,7 @@ def test_tolerance_ignores_what_overflowed() -> None:
 
 
 def test_larger_error_of_two_forms_counts() -> None:
-    """The first output is wrong in one head; the second is wrong, and partly NaN, in the other
-    head."""
+    """One output is wrong in a head; the other is wrong in the other head, and NaN in the first."""
     reference = torch.ones(1, 2, ROWS_OF_A_HEAD, 1, dtype=torch.float64)
     first, second = reference.clone(), reference.clone()
     first[0, 0, 3] += 1
@@ -66,7 +65,7 @@ def test_larger_error_of_two_forms_counts() -> None:
 
 
 def test_row_limits_equal_figures_by_hand() -> None:
-    """u · √(‖o‖² + spread²): 5 and 13 times 2⁻⁸; the eager row is off by twice the first."""
+    """The noise u · √(‖o‖² + spread²) is 5 and 13 times 2⁻⁸; eager errs by twice the first."""
     reference = one_head([3.0, 0.0], [0.0, 5.0])
     eager = one_head([3.0, 0.0390625], [0.0, 5.0])
     spread = torch.tensor([[[4.0, 12.0]]])
@@ -79,7 +78,7 @@ def test_row_limits_equal_figures_by_hand() -> None:
 
 
 def test_bias_limits_equal_figures_by_hand() -> None:
-    """Eager rows are too long by 2⁻⁷ and too short by 2⁻⁸ of 4, with 2⁻⁸ of noise: ¼ in common."""
+    """Eager is too long by 2⁻⁷ and too short by 2⁻⁸ of 4; noise is 2⁻⁸: (2 − 1) / 2 in common."""
     reference = one_head([4.0, 0.0], [0.0, 4.0])
     eager = one_head([4.0 + 2**-5, 0.0], [0.0, 4.0 - 2**-6])
     rows = tolerance(ones(1, 1, 2, 2), [eager], reference, torch.zeros(1, 1, 2)).rows
@@ -132,7 +131,7 @@ def test_float32_has_the_noise_of_its_sums() -> None:
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([True, True, False, True])])
 def test_spread_equals_figures_by_hand(mask: Tensor | None) -> None:
-    """Equal probabilities: √Σ(‖v‖/n)²."""
+    """With equal probabilities, the spread is √Σ(‖v‖/n)²."""
     value = torch.tensor([[3.0, 4.0], [0.0, 2.0], [6.0, 8.0], [1.0, 0.0]])[None, None]
     call = AttentionCall(torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 4, 8), value, attn_mask=mask)
     output, spread = attention_and_spread(call)

@@ -1,4 +1,4 @@
-"""Calls beyond SDPA: the reference compared with one dense formula and with libraries."""
+"""Calls beyond SDPA: the reference is compared with one dense formula and with libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.variant_calls import paged_call, sequences, visible
 
 
 def dense(call: AttentionCall) -> Tensor:
-    """Compute attention by the dense formula in float64."""
+    """Compute attention in float64 by the dense formula."""
     if call.page_table is not None:
         along = 0 if call.cu_seqlens_q is None else 2
         return torch.cat([dense(each) for each in sequences(call)], along)
@@ -162,7 +162,7 @@ def test_values_after_the_keys_are_not_in_8_bit_noise() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_after_the_keys_of_a_page_never_reach_an_output(packed: bool) -> None:
-    """Unused pages and table entries after a sequence's last page never reach an output either."""
+    """Nor do unused pages and table entries after a sequence's last page reach an output."""
     starts = {"cu_seqlens_q": torch.tensor([0, 1, 3])} if packed else {}
     call = paged_call([6, 3], 4, **starts)
     expected = attention(call)

@@ -1,4 +1,4 @@
-"""Verdicts on honest kernels of torch with hard inputs, and on broken outputs."""
+"""Honest torch kernels pass on hard inputs, and broken outputs fail."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_sparse_outputs_are_judged_as_exact() -> None:
 
 
 def test_float32_tolerance_covers_another_order_of_sums() -> None:
-    """Torch and the reference sum one query row over many keys in different orders."""
+    """Torch and the reference add up many keys for one query row in different orders."""
     torch.manual_seed(0)
     query = torch.randn(1, 8, 1, 40)
     key, value = torch.randn(1, 2, 4096, 40), torch.randn(1, 2, 4096, 40) + 2
@@ -132,8 +132,7 @@ def test_quantised_rule_limits_cosine_and_relative_l1() -> None:
 
 
 def long_causal_call(dtype: torch.dtype, length: int) -> AttentionCall:
-    """Return a causal call whose first values are largest, and whose last outputs are 100 times
-    smaller."""
+    """Return a causal call whose first values are largest and last outputs 100 times smaller."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, 1, length, 64, generator=generator).to(dtype) for _ in range(3)
@@ -160,9 +159,9 @@ def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: in
     swapped[0, 0, [smallest, smallest - 1]] = output[0, 0, [smallest - 1, smallest]]
     for broken in (zeroed, swapped):
         assert not judge(broken, expected, "exact").passed
-        # The error is far above the limit.
+        # The error is far above the row's limit.
         assert (broken - reference)[0, 0, smallest].norm() > 10 * limits[smallest]
-    # In bfloat16, the maximum error alone would not reveal the lost row.
+    # In bfloat16, the maximum error alone does not reveal the lost row.
     if dtype == torch.bfloat16:
         by_maximum = verdict_of(zeroed, reference, "exact", replace(allowed, rows=None))
         assert by_maximum.passed
@@ -173,7 +172,7 @@ def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: in
 
 @pytest.mark.parametrize("length", [64, 512])
 def test_one_key_too_many_fails(length: int) -> None:
-    """Every row is 0.3 % too short, which rounding could cause in a single row only."""
+    """Every row is 0.3 % too short, which rounding could explain in a single row only."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, 2, size, 64, generator=generator).half() for size in (length, 201, 201)
@@ -204,7 +203,7 @@ def test_one_key_too_many_fails(length: int) -> None:
 def test_equal_values_may_round_alike_in_all_rows(
     dtype: torch.dtype, head_dim: int, length: int, first: float, value: float
 ) -> None:
-    """Probabilities, the output and partial sums of equal terms all round in the same direction."""
+    """Probabilities, output, and partial sums of equal terms all round in the same direction."""
     query, key = torch.ones(1, 1, 512, head_dim), torch.zeros(1, 1, length, head_dim)
     key[:, :, 0] = first
     call = AttentionCall(query.to(dtype), key.to(dtype), torch.full_like(key, value).to(dtype))
@@ -218,7 +217,7 @@ def test_equal_values_may_round_alike_in_all_rows(
 
 
 def rows_of(noise: list[float], eager: float = 0.0) -> RowTolerance:
-    """Return the tolerance of one head's rows with this rounding noise."""
+    """Return the tolerance of one head whose rows have this rounding noise."""
     return RowTolerance(
         torch.tensor([[noise]], dtype=torch.float64),
         torch.full((1, 1, 1), eager, dtype=torch.float64),
@@ -237,9 +236,9 @@ def test_row_sentence_has_the_numbers_and_the_place() -> None:
         "worst row (batch 0, head 0, query 1): error 5 exceeds 3.5 = "
         "(4 + 2 × 1.5 of same-dtype eager) × 0.5 (rounding)"
     )
-    wider = replace(allowed, rows=rows_of([0.5, 0.5], eager=3.0))  # equal to the limit
+    wider = replace(allowed, rows=rows_of([0.5, 0.5], eager=3.0))  # exactly at the limit
     assert verdict_of(output, reference, "exact", wider).passed
-    # The worst row is the row that exceeds its own limit the most.
+    # The worst row is the row that exceeds its own limit by the largest factor.
     named = replace(allowed, rows=rows_of([0.02, 0.5], eager=1.5))
     assert (
         "query 0): error 1 exceeds 0.14" in verdict_of(output, reference, "exact", named).sentence
@@ -258,8 +257,7 @@ def test_rows_whose_noise_is_unknown_are_not_judged() -> None:
 
 
 def test_few_elements_have_the_noise_of_their_worst_row() -> None:
-    """The eager kernel can be accurate by luck, which must not tighten the limit of other
-    kernels."""
+    """Eager may be accurate by luck, which must not tighten the limit for other kernels."""
     verdict = verdict_of(one_head([1.0]), one_head([1.5]), "exact", Tolerance(0.0, 0.1, noise=0.1))
     assert not verdict.passed
     assert verdict.sentence == (
@@ -297,7 +295,7 @@ def test_only_zeros_are_right_without_keys(accuracy_class: AccuracyClass, q_len:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_heads_without_keys_may_not_err(dtype: torch.dtype) -> None:
-    """Rows of a timed sample are judged in this way."""
+    """Rows of timed samples are judged as heads."""
     found = Expected.of_heads(random_call(kv_len=0, dtype=dtype))
     assert len(found) == 2
     assert all(not bool(each.reference.any()) for each in found)

@@ -1,4 +1,4 @@
-"""The rows of kernels on one call, in this process."""
+"""Fixtures that run kernels on one call in this process and return their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.replay.bench.small_kernels import MakeWorkload, Replayed, rows_of
 
 @pytest.fixture
 def replayed(workload: MakeWorkload, quick: Settings) -> Replayed:
-    """`replayed(call, kernel, …, energy=True)` returns rows by kernel; keywords are settings."""
+    """`replayed(call, kernel, …, energy=True)` returns rows by kernel; keywords set `Settings`."""
 
     def run(call: AttentionCall, *kernels: Kernel, **settings: Any) -> dict[str, Row]:
         return rows_of(call, workload, replace(quick, **settings), *kernels)

@@ -1,4 +1,4 @@
-"""Kernels of a few lines, and their rows."""
+"""Kernels of a few lines, and a function that returns their rows."""
 
 from __future__ import annotations
 

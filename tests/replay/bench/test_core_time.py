@@ -1,4 +1,4 @@
-"""The core is timed in addition to the drop-in call, and judged in the same way."""
+"""A kernel's core is timed in addition to its drop-in call, and judged in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel's energy, measured over a block of calls with separate inputs."""
+"""A kernel's energy is measured over a block of calls, each with its own inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes that this machine cannot replay are refused before the start."""
+"""Shapes that this machine cannot replay are refused before the replay starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_mask_memory_is_counted(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
-    """A mask of 2 ** 32 pairs takes 4 GiB, three times over; everything else takes 1 GiB."""
+    """A mask of 2 ** 32 pairs takes 4 GiB and is held three times; everything else takes 1 GiB."""
     spec = replace(suite("sage", "float16")[0], q_len=2**16, kv_len=2**16, mask=mask, batch=1)
     spec = replace(spec, q_heads=1, kv_heads=1)
     monkeypatch.setattr(feasibility, "available_bytes", lambda device: 8 * 2**30)

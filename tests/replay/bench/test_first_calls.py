@@ -1,4 +1,4 @@
-"""Kernels are called once so that they compile; the results are discarded."""
+"""Each kernel is first called once so that it compiles; the results are discarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that run a call without its mask are judged by the call with the mask."""
+"""A kernel that runs a call without its mask is judged by the call with the mask."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(replayed: 
 
 
 def test_both_forms_are_timed_on_the_same_changing_inputs(replayed: Replayed) -> None:
-    """Timed samples are judged by the recorded call with the same input perturbation."""
+    """Timed samples are judged by the recorded call after the same perturbation of its inputs."""
     call = masked(WINDOW[None, None])
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
     takes_masks = [

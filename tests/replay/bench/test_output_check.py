@@ -1,4 +1,4 @@
-"""Rows of small fake kernels that are wrong, broken or unfair."""
+"""Small fake kernels that are wrong, broken or unfair get rows that state the fault."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
 def test_kernels_run_without_gradients_and_not_in_inference_mode(
     replayed: Replayed, kernels: Register
 ) -> None:
-    """Models run without inference mode, where launches would be cheaper."""
+    """Models run without inference mode, in which launches would be cheaper."""
     modes: set[tuple[bool, bool]] = set()
 
     def watching(**arguments: Any) -> Tensor:
@@ -122,8 +122,7 @@ def test_kernels_run_without_gradients_and_not_in_inference_mode(
 
 
 def test_timed_calls_are_judged(replayed: Replayed, kernels: Register) -> None:
-    """Kernels are right on the first call only, like a graph that lost a launch, or a stale
-    result."""
+    """Only the first call is right, as with a graph that lost a launch, or with a stale result."""
     calls = 0
     kept: list[Tensor] = []
 
@@ -151,8 +150,7 @@ def test_timed_calls_are_judged(replayed: Replayed, kernels: Register) -> None:
 
 
 def test_kernel_that_reuses_output_memory_is_flagged(replayed: Replayed, kernels: Register) -> None:
-    """A kernel that replays a CUDA graph reuses memory, so a model that keeps two outputs loses
-    one."""
+    """Outputs of a replayed CUDA graph share memory, so a model that keeps two would lose one."""
     buffers: dict[torch.Size, Tensor] = {}
 
     def static(**arguments: Any) -> Tensor:
@@ -170,8 +168,7 @@ def test_kernel_that_reuses_output_memory_is_flagged(replayed: Replayed, kernels
 def test_unwritten_output_is_flagged(
     replayed: Replayed, kernels: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The content of new memory is unpredictable on a CPU, so this test fills it with one
-    number."""
+    """New memory on a CPU has unpredictable content, so this test fills it with one number."""
     held = [0.0]
     monkeypatch.setattr(Inputs, "poison", lambda self, call, value=POISON: held.append(value))
 
@@ -215,7 +212,7 @@ def test_kernel_that_exits_loses_only_its_row(
     )
     assert rows["core"].status == "ok"
     assert rows["core"].flags == ("no core time: SystemExit: 0",)
-    if call_number > 1:  # the first call computed the errors against this kernel
+    if call_number > 1:  # the first call only computes the output to compare with
         assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
 
 
@@ -272,7 +269,7 @@ def test_quantised_kernels_are_judged_by_their_own_rule(
 def test_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
     replayed: Replayed, kernels: Register
 ) -> None:
-    """A channel of recorded keys may be far from zero if its mean can be subtracted."""
+    """The mean of a key channel may be far from zero, because a kernel can subtract it."""
 
     def rounded(tensor: Tensor) -> Tensor:
         step = tensor.abs().amax(-1, keepdim=True) / 127

@@ -1,4 +1,4 @@
-"""Memory of a call, with simulated CUDA figures."""
+"""Memory that a call needs, from simulated CUDA figures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from replay.bench.resources import with_peak_bytes
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Simulated CUDA memory with a current and a peak allocation."""
+    """Simulate the current and the peak amount of allocated CUDA memory."""
     figures = {"now": 140, "most": 900}
 
     def allocate(count: int, *, device: torch.device) -> None:
-        figures["now"] = 100  # other memory was waiting for another stream to finish
+        figures["now"] = 100  # other memory is freed once another stream finishes
 
     def reset(device: torch.device) -> None:
         figures["most"] = figures["now"]
@@ -31,7 +31,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def test_peak_memory_excludes_earlier_allocations(memory: dict[str, int]) -> None:
     def call() -> None:
-        assert not gc.isenabled()  # memory freed by the call would be subtracted
+        assert not gc.isenabled()  # collecting garbage would reduce the call's memory
         memory["most"] = 130
 
     assert with_peak_bytes(call, "cuda")[1] == 30

@@ -1,4 +1,4 @@
-"""An interrupted file is continued exactly, and other files stay unchanged."""
+"""An interrupted file of rows is continued exactly; other files are refused and stay unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(kind: Any, figures: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
-    """Return a strategy for values of a type; `figures` generates errors and summaries."""
+    """Return a strategy for values of a type; errors and summaries are drawn from `figures`."""
     if kind in SIMPLE:
         return SIMPLE[kind]
     if get_origin(kind) is Literal:
@@ -61,7 +61,7 @@ def values_of(kind: Any, figures: st.SearchStrategy[float]) -> st.SearchStrategy
     if get_origin(kind) is tuple:
         if get_args(kind)[-1] is not ...:
             return st.tuples(*parts)
-        at_least = int(get_args(kind)[0] is float)  # a time has samples
+        at_least = int(get_args(kind)[0] is float)  # times have at least one sample
         return st.lists(parts[0], min_size=at_least, max_size=3).map(tuple)
     fields = {
         name: figures if each is float and kind in (Errors, Summary) else values_of(each, figures)
@@ -90,12 +90,12 @@ CALLS = random_workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for leng
 ASSIGNED = {"this": [kernel("a"), kernel("b")]}
 SETTINGS = factories.settings()
 TIMED: dict[str, Any] = {"cache": "warm", "calls_before": 0, "timer": "perf_counter"}
-"""Fields of rows timed with `SETTINGS` on a CPU."""
+"""Fields of rows that were timed with `SETTINGS` on a CPU."""
 HERE = Machine("H200", torch="2.11.0")
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
-    """Return a row of one of `CALLS`."""
+    """Return a row of the call in `CALLS` with this number."""
     shape = Shape(1, 2, 2, 4 + call, 4 + call, 8, 8)
     usual = {"model": "random", "weights": random_weights("normal"), "module": "", "phase": ""}
     facts = {**usual, "shape": shape, **fields}
@@ -151,7 +151,7 @@ def test_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]
 
 @pytest.mark.parametrize("end", ["{", '{"schema": 2, "kern', '{"schema": 2, "kernel": "größe'])
 def test_cut_off_line_costs_the_last_call(written: Callable[..., Path], end: str) -> None:
-    """The line may belong to the previous call, so that call is replayed too."""
+    """The incomplete line may belong to the previous call, so that call is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
     kept, left = finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
     assert kept == rows[:2]
@@ -222,7 +222,7 @@ def test_row_with_an_unknown_field_is_refused(written: Callable[..., Path]) -> N
 
 
 def test_rows_of_joined_calls_are_continued(written: Callable[..., Path], tmp_path: Path) -> None:
-    """Rows are continued with the same parts, not with parts of another step."""
+    """Only rows of the same parts are continued, not rows of another step."""
     for rank in (0, 1):
         store_part(tmp_path / "calls", random_call(q_heads=4), rank, [0, 1], step=2)
     calls, _ = from_directory(tmp_path / "calls", join_ranks=True)
@@ -265,7 +265,7 @@ ENERGY_WANTED = replace(SETTINGS, energy=True)
     ("changed", "asked", "sentence"),
     [
         ({"machine": HERE}, SETTINGS, None),
-        ({"machine": Machine()}, SETTINGS, None),  # a worker that died before it reported it
+        ({"machine": Machine()}, SETTINGS, None),  # its worker died before reporting the machine
         (
             {"machine": replace(HERE, torch="2.13.0")},
             SETTINGS,
@@ -311,7 +311,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def counting(kernels: Callable[..., Kernel]) -> list[int]:
-    """Lengths of the queries with which the kernel `counting` was called."""
+    """Lengths of the queries in all calls of the kernel `counting`."""
     calls: list[int] = []
 
     def attention(**arguments: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rows of several samples, judged together as heads of one call."""
+"""Rows of several samples are judged together, as heads of one call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from replay.workloads.random_calls import Spec
 def test_joined_samples_keep_their_own_references_and_limits(
     dtype: torch.dtype, has_sinks: bool
 ) -> None:
-    """The limits of large rows would hide errors in small rows."""
+    """With shared limits, the limits of large rows would hide errors in small rows."""
     call = Spec(2, 8, 2, 70, 70, 32, 32, True, dtype).call("cpu", torch.Generator().manual_seed(0))
     if has_sinks:
         call = replace(call, sinks=torch.randn(8, generator=torch.Generator().manual_seed(1)))

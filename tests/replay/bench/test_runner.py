@@ -1,4 +1,4 @@
-"""Running kernels on calls: the baseline, the rounds, and failures."""
+"""Kernels are run on calls, with a baseline, in rounds; failures cost only one row."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_share_above_the_roof_is_withheld(
     share: float,
     is_told: bool,
 ) -> None:
-    """This happens if other processes used the CPU while the roof was measured."""
+    """A share above 1 occurs if other processes used the CPU while the roof was measured."""
 
     def of_a_second(names: Any, *arguments: Any, **options: Any) -> dict[str, Samples]:
         found = measure(names, *arguments, **options)
@@ -94,13 +94,13 @@ def test_kernel_that_fails_while_timed_has_its_reason(
 @pytest.mark.parametrize(
     ("backend", "disabled", "chosen", "expected"),
     [
-        # The model called plain SDPA, regardless of PyTorch's choice.
+        # The model called plain SDPA, so PyTorch's choice of backend does not matter.
         ("torch-flash", [], None, "torch-default"),
         ("torch-math", [], None, "torch-default"),
         ("", [], None, "torch-default"),
         ("some.library.attention", [], None, "torch-default"),
         ("torch-math", [], "torch-flash", "torch-flash"),
-        # The model requested math, or flash, which is PyTorch's default.
+        # The model requested math, or the backend flash, which is PyTorch's default.
         ("torch-math", ["torch-flash", "torch-efficient", "torch-cudnn"], None, "torch-math"),
         ("torch-flash", ["torch-math", "torch-efficient", "torch-cudnn"], None, "torch-default"),
         ("torch-math", ["torch-flash"], "torch-flash", "torch-flash"),
@@ -132,7 +132,7 @@ def test_baseline_is_what_the_model_called(
     [
         ("torch-math", "cpu", True),
         ("torch-flash", "cpu", False),
-        ("torch-cudnn", "cuda (NVIDIA H200)", False),  # another kind of device
+        ("torch-cudnn", "cuda (NVIDIA H200)", False),  # from another kind of device
         ("", "cpu", False),
         ("some.library.attention", "cpu", False),
     ],
@@ -228,7 +228,7 @@ def test_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it(replayed: Replaye
 
 
 def test_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) -> None:
-    """Kernels that gather pages have rows too. Timed samples are judged on perturbed pages."""
+    """Kernels that gather pages have rows too; their timed samples have perturbed pages."""
     call = paged_call([40, 70], 16, q_heads=4, kv_heads=1, head_dim=24)
     shared = replace(call, value=call.key[..., :16], scale=0.2)
     for number, each in enumerate((call, shared)):
@@ -274,7 +274,7 @@ SEES_NOTHING = {
 def test_call_in_which_no_query_sees_a_key_has_its_rows(
     name: str, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing the zero outputs takes time, but no share of a roof is defined."""
+    """Computing zero outputs takes time, but does no FLOPs, so no share of a roof is defined."""
     monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: Roof(1.0, 10.0))
     rows = replayed(SEES_NOTHING[name], find("eager"), roofline=True)
     eager = rows["eager"]

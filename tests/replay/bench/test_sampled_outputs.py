@@ -1,4 +1,4 @@
-"""Observation of timed calls, for example of outputs that change after their call."""
+"""Timed calls are observed, for example for outputs that change after their call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def observer() -> tuple[SampledOutputs, TimedPart]:
 
 
 def timed(seen: SampledOutputs, part: TimedPart, output: Tensor, late: slice) -> None:
-    """Time a call whose output is partly written after the call returned."""
+    """Time a call whose output is partly written only after the call returned."""
     seen.before(part)
     seen.fingerprint(part, output)
     output[:, late] += 1.0

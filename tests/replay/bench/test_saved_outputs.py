@@ -1,4 +1,4 @@
-"""`--save-output` writes one file for each kernel into the given folder."""
+"""`--save-output` writes one file for each kernel into the given directory."""
 
 from __future__ import annotations
 

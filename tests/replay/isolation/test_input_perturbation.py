@@ -1,4 +1,4 @@
-"""Inputs change from sample to sample, and another process can reproduce them."""
+"""Inputs change from sample to sample, in a way that another process can reproduce."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_choice_of_a_sparse_kernel_is_unchanged() -> None:
 
 
 def test_keys_and_queries_stay_the_same_set() -> None:
-    """Smoothing relies on a channel's mean, which is far from zero in recorded keys."""
+    """Recorded key channels may be far from zero; smoothing relies on the mean of each channel."""
     call = random_call(q_len=40, kv_len=40)
     call.key[..., 3] += 200
     before = [tensor.sort(2).values for tensor in (call.key, call.query)]
@@ -227,7 +227,7 @@ NO_KEYS: dict[str, Callable[[], AttentionCall]] = {
 def test_rows_are_judged_without_keys(
     kind: type[InputPerturbation | SteppedPerturbation], name: str
 ) -> None:
-    """A model may attend to a cache that is still empty."""
+    """A call may have no keys, because a model may attend to a cache that is still empty."""
     call = NO_KEYS[name]()
     before = call.query.clone()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""A call's inputs are the same for every kernel, even if one kernel changes them."""
+"""Every kernel gets the original inputs of a call, even if another kernel changes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 def test_changed_inputs_are_flagged_and_restored(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings, changed: str
 ) -> None:
-    """Inputs have strides as in models; the mask is expanded over heads."""
+    """The inputs' strides are like those in models; the mask is expanded over heads."""
     call = make_call(kv_heads=1, attn_mask=torch.zeros(1, 1, 9, 13).expand(1, 2, 9, 13))
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
     seen: list[bool] = []
@@ -34,7 +34,7 @@ def test_changed_inputs_are_flagged_and_restored(
         return output
 
     def watching(**arguments: Any) -> Tensor:
-        # Between calls, only signs and the order of rows change.
+        # Between calls, the perturbation changes only signs and the order of rows.
         pairs = [(arguments[name].abs(), before[name].abs()) for name in before]
         seen.append(all(torch.equal(*(e.flatten().sort().values for e in pair)) for pair in pairs))
         return sdpa(**arguments)
@@ -65,7 +65,7 @@ def test_changed_inputs_are_flagged_and_restored(
 def test_inputs_that_every_second_call_restores_are_flagged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
-    """A sample of short calls ends with its original inputs."""
+    """A sample of short calls ends with the original inputs, which hides the change."""
     calls = 0
 
     def toggling(**arguments: Any) -> Tensor:
@@ -142,4 +142,4 @@ def test_output_memory_is_poisoned(
     call = make_call(dtype=torch.bfloat16)
     rows_of(call, workload, quick, kernels("mine", attention), catalogue()["torch-math"])
     assert order[:2] == ["poison", "run"]
-    assert order[-5:].count("poison") >= 2  # again before the last judgement
+    assert order[-5:].count("poison") >= 2  # memory is poisoned again before the last judgement

@@ -1,4 +1,4 @@
-"""Changes of the process by a kernel are restored and named."""
+"""A kernel's changes to the process are restored, and the row names them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENTERED = [torch.inference_mode()]
 
 
 def _contradictory_precisions() -> None:
-    """Set precisions that contradict each other, so that PyTorch raises an error when asked."""
+    """Set contradictory precisions, so that PyTorch raises an error when one of them is read."""
     torch.set_float32_matmul_precision("medium")
     torch.backends.cuda.matmul.allow_tf32 = True
 
@@ -99,7 +99,7 @@ def test_setting_is_restored_and_flagged(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_replaced_operator_is_restored_and_flagged() -> None:
-    """A package may replace operators at import; registrations of its own operators are kept."""
+    """PyTorch's operators are restored if a package replaces them; its own operators are kept."""
     process_state, numbers = ProcessState(), torch.ones(3)
     ours = torch.library.Library("attention_replay_test", "DEF")
     ours.define("twice(Tensor numbers) -> Tensor")
@@ -128,7 +128,7 @@ GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_random_numbers_are_restored(name: str) -> None:
-    """Drawing numbers is allowed; seeding is flagged if it can be distinguished from drawing."""
+    """Drawing numbers is allowed; seeding is flagged where it can be told apart from drawing."""
     draw, seed = GENERATORS[name]
     process_state = ProcessState()
     draw()
@@ -161,7 +161,7 @@ def test_backend_order_of_pytorch_is_kept() -> None:
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """Run a function in a thread, since cores and niceness belong to a thread on Linux."""
+    """Run a function in a new thread, because cores and niceness belong to a thread on Linux."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
 
@@ -184,7 +184,7 @@ def test_cores_are_restored_and_flagged() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it would last")
 def test_niceness_is_flagged_for_one_kernel() -> None:
-    """Restoring niceness may need privileges."""
+    """Lowering the niceness again may need privileges."""
 
     def flags() -> Any:
         process_state = ProcessState()

@@ -1,4 +1,4 @@
-"""Kernels that replace a function that the measurement relies on."""
+"""Kernels that replace a function on which the measurement relies."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def test_kernel_that_replaces_a_function_costs_its_row_only(
     monkeypatch: pytest.MonkeyPatch,
     when: Container[int],
 ) -> None:
-    """The function is replaced during the check, the second call, the memory measurement or a
-    sample."""
+    """The kernel replaces the function in its check, its second call, or later measurements."""
     many = replace(quick, rounds=30)
     calls = 0
-    monkeypatch.setattr(torch, "isnan", torch.isnan)  # restored in any case
+    monkeypatch.setattr(torch, "isnan", torch.isnan)  # undone after the test in any case
 
     def replacing(**arguments: Any) -> Tensor:
         nonlocal calls
@@ -117,7 +116,7 @@ def test_earlier_replacement_may_lack_a_module(
 
 
 def test_functions_of_torch_compile_may_disappear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile creates functions for a plan, and deletes them when it is reset."""
+    """torch.compile creates functions for a plan, and deletes them when torch.compile is reset."""
     for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
         monkeypatch.setitem(vars(input_perturbation), name, lambda: None)
     functions = TrustedFunctions()
@@ -127,8 +126,7 @@ def test_functions_of_torch_compile_may_disappear(monkeypatch: pytest.MonkeyPatc
 
 
 def test_everything_that_a_timed_sample_uses_is_trusted() -> None:
-    """The functions are found in the source of the GPU timer; functions that could only make it
-    fail are omitted."""
+    """The functions are read from the GPU timer's source, except functions that could only fail."""
     source = ast.parse(textwrap.dedent(inspect.getsource(CudaTimer)))
     called = {ast.unparse(node.func) for node in ast.walk(source) if isinstance(node, ast.Call)}
     of_torch = {name for name in called if name.startswith("torch.")}

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def short_samples() -> None:
-    """Override the fixture that shortens samples."""
+    """Keep samples at their normal length by overriding the fixture that shortens them."""

@@ -1,7 +1,7 @@
 """Coverage of intervals in simulated rounds of two kernels whose true ratio is 1.
 
-The machine's noise is one series that both kernels sample in turn, in shuffled order. Each kernel's
-noise is a series of its own.
+The machine's noise is one series, which both kernels sample in turn and in shuffled order. In
+addition, each kernel has its own series of noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUNS = 600
 
 Times = tuple[list[float], list[float]]
 Course = Callable[[random.Random, int], list[float]]
-"""Function that returns logarithms of slow-downs, sample by sample."""
+"""Function that returns the logarithm of each sample's slow-down."""
 
 
 def independent(noise: random.Random, count: int) -> list[float]:
@@ -33,7 +33,7 @@ def drifting(noise: random.Random, count: int) -> list[float]:
 
 
 def bursts(noise: random.Random, count: int) -> list[float]:
-    """Return a first-order autoregressive process."""
+    """Return a first-order autoregressive series."""
     course = [noise.gauss(0, 0.02)]
     while len(course) < count:
         course.append(0.6 * course[-1] + 0.8 * noise.gauss(0, 0.02))
@@ -98,7 +98,7 @@ def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise
     for _ in range(RUNS // 2):
         before, after = SCENES[scene](noise, 60)
         enough = Enough(max_noise)
-        # The ratios are passed, not the times, because ratios decide when rounds end.
+        # The ratios are passed instead of the times, because ratios decide when rounds end.
         ratios = paired_ratios(before, after)
         count = next((n for n in range(1, 60) if enough.after(n, [ratios[:n]])), 60)
         interval = median_interval(ratios[:count])
@@ -113,7 +113,7 @@ def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise
 @pytest.mark.parametrize("rounds", [6, 30])
 @pytest.mark.parametrize("scene", ["independent", "outliers", "bursts of each kernel"])
 def test_ratios_of_two_runs_are_covered_in_95_percent(scene: str, rounds: int) -> None:
-    """The two runs share no disturbances."""
+    """Disturbances of one run do not affect the other run."""
     noise = random.Random(f"{scene}, two runs of {rounds} rounds")
     covered = 0
     for _ in range(RUNS):

@@ -1,4 +1,4 @@
-"""Energy and settled times from a block of calls, with a simulated clock and counter."""
+"""Energy and settled times of a block of calls; the clock and the energy counter are simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay.timing.gpu_state import NoReading
 
 
 class FakeGpu:
-    """GPU with constant power, whose counter in millijoules updates every `tick_ms`."""
+    """GPU with constant power; its counter (in millijoules) updates every `tick_ms`."""
 
     def __init__(self, watts: float, tick_ms: float = 100.0) -> None:
         self.watts = watts
@@ -21,7 +21,7 @@ class FakeGpu:
         self.now_ms = 1234.5
 
     def chunks(self, milliseconds: Callable[[float], float]) -> Iterator[float]:
-        """Run chunks of calls; `milliseconds` gives a chunk's duration from its start time."""
+        """Run chunks of calls; `milliseconds` returns a chunk's duration, given its start time."""
         began = self.now_ms
         while True:
             took = milliseconds(self.now_ms - began)
@@ -43,7 +43,7 @@ class FakeGpu:
 @pytest.mark.parametrize(("chunk_ms", "calls"), [(5.0, 100), (5.0, 1), (400.0, 1)])
 def test_energy_is_power_times_time(tick_ms: float, chunk_ms: float, calls: int) -> None:
     found = FakeGpu(500.0, tick_ms).watch(lambda now: chunk_ms, calls)
-    slack = 0.02 if chunk_ms < tick_ms else 0.2  # set by how often it is read
+    slack = 0.02 if chunk_ms < tick_ms else 0.2  # how often the counter is read decides
     assert found.power_w == pytest.approx(500, rel=slack)
     assert found.mj == pytest.approx(500 * chunk_ms / calls, rel=slack)
     assert found.seconds >= 1
@@ -54,7 +54,7 @@ def test_energy_is_power_times_time(tick_ms: float, chunk_ms: float, calls: int)
 def test_falling_clock_shows_in_sustained_time() -> None:
     found = FakeGpu(700.0).watch(lambda now: 4.0 if now < 30 else 5.0, calls=10)
     assert (found.burst_ms, found.sustained_ms, found.settles) == (0.4, 0.5, True)
-    # The energy is measured in the settled state.
+    # The energy is measured after the clock has settled.
     assert found.mj == pytest.approx(700 * 0.5, rel=0.02)
 
 
@@ -70,7 +70,7 @@ def test_counter_that_stands_still_is_refused() -> None:
 
 
 class FakeEvent:
-    """CUDA event that takes no time."""
+    """CUDA event whose measured time is zero."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -88,5 +88,5 @@ def test_one_output_per_chunk_is_kept_on_average(monkeypatch: pytest.MonkeyPatch
     calls, kept = itertools.count(), list[object]()
     chunks = _chunks(lambda: next(calls), 10, kept.append)
     assert [next(chunks) for _ in range(40)] == [5.0] * 40
-    assert 10 < len(kept) < 100  # of 410 calls
+    assert 10 < len(kept) < 100  # out of 410 calls
     assert len({number % 10 for number in kept}) > 3  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Hand-computed counts, and agreement with a materialised mask on random calls."""
+"""Counts of operations are checked by hand, and against a materialised mask on random calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_causal_is_aligned_top_left(q_len: int, kv_len: int, pairs: int) -> None
 
 
 class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
+    """Notes the number of elements in the largest tensor that is created."""
 
     elements = 0
 
@@ -116,7 +116,7 @@ def test_each_tensor_counts_at_its_stored_size() -> None:
 
 
 def test_value_that_is_part_of_the_key_is_read_with_it() -> None:
-    """Absorbed MLA reads 576 numbers per key, not 1088; a shared page counts once."""
+    """Absorbed MLA reads 576 numbers per key instead of 1088, and counts a shared page once."""
     pool = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
     call = AttentionCall(
         torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16),

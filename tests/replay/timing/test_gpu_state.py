@@ -1,4 +1,4 @@
-"""States that NVML reads, and the reasons where it cannot."""
+"""States of a GPU that NVML reads, and the reasons why NVML cannot read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda")
 
 
 class FakeNvml(ModuleType):
-    """NVML of one GPU, with the results or errors of its functions."""
+    """Stand-in for NVML with one GPU and the given results or errors of its functions."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 

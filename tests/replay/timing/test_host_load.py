@@ -1,4 +1,4 @@
-"""The work between two timed launches."""
+"""Work of the host between two timed launches."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from replay.timing import in_a_row
 
 CUDA = torch.device("cuda")
 STEP_MS = 0.001
-"""Simulated time of each operation of the host."""
+"""Simulated time that each operation of the host takes."""
 
 
 class Gpu:
@@ -23,7 +23,7 @@ class Gpu:
         self.ends = {"current": 0.0, "other": 0.0}
 
     def enqueue(self, ms: float, stream: str = "current") -> float:
-        """Enqueue work of this duration; return its end time."""
+        """Enqueue work that takes `ms`, and return its end time."""
         self.now_ms += STEP_MS
         self.ends[stream] = max(self.now_ms, self.ends[stream]) + ms
         return self.ends[stream]
@@ -92,7 +92,7 @@ def test_work_on_another_stream_is_found(gpu: Gpu, here_ms: float) -> None:
 
 
 def test_time_of_other_processes_is_not_counted(gpu: Gpu) -> None:
-    """Interruptions come every few milliseconds: often during a row, but seldom during a call."""
+    """Interruptions occur every few milliseconds: often in a row of calls, rarely in one call."""
     calls = 0
 
     def call() -> None:
@@ -126,15 +126,15 @@ def test_nothing_is_known_on_a_cpu() -> None:
         (1.0, [0.01, 0.01], 1 + 6, 0.0),
         (0.001, [0.01, 0.01], 1 + 20, 0.0),
         (0.001, [0.01, 9.0, 0.01], 1 + 40, 0.0),
-        # The excess over an empty stream is measured three times in a row.
+        # The excess over the time of an empty stream is measured three times in a row.
         (0.001, [0.01, 9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
         (0.001, [0.01, 9.0, 5.0, 7.0, 6.0, 6.0, 6.0], 1 + 60, 0.0),
-        # Negative: the stream finished before the host, so the remaining time is unknown.
+        # A negative time means that the stream finished before the host: the time left is unknown.
         (0.001, [0.01, -0.01, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        # The host is never ahead, as with calls that wait inside, and little time remains.
+        # The host is never ahead, because the calls wait inside; little time is left.
         (0.001, [0.01, -0.01, -0.02, -0.03], 1 + 60, 0.0),
         (0.001, [0.01, -9.0, -5.0, -7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        # Measured after one call, because calls in a row overlap.
+        # The time is measured after one call, because calls in a row overlap.
         (1.0, [9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 3, 4.0),
     ],
 )

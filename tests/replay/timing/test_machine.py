@@ -38,8 +38,7 @@ def test_machine_names_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_load_does_not_lower_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three products are interrupted; with several threads, all would wait for the
-    interrupted one."""
+    """Two of three products are interrupted; with several threads, every product would wait."""
     before = torch.get_num_threads()
     threads: list[int] = []
     clock = accumulate(cycle([0.016, 0.016, 0.001]))
@@ -48,7 +47,7 @@ def test_other_load_does_not_lower_the_rate(monkeypatch: pytest.MonkeyPatch) -> 
         threads.append(torch.get_num_threads())
         return next(clock)
 
-    measure = machine._flops_per_second_of_a_thread.__wrapped__  # not cached
+    measure = machine._flops_per_second_of_a_thread.__wrapped__  # bypasses the cache
     monkeypatch.setattr(machine, "_flops_per_second_of_a_thread", measure)
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=perf_counter))
     assert cpu_flops_per_second() == pytest.approx(before * 2 * 512**3 / 0.001)

@@ -1,4 +1,4 @@
-"""Measured peaks of the machine, and the resulting roof."""
+"""The machine's peaks are measured, and a roof follows from them."""
 
 from __future__ import annotations
 

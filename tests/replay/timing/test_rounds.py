@@ -1,4 +1,4 @@
-"""Order, pairing, dropping and budgets, with functions that only record that they were called."""
+"""Order, pairing, dropping and budgets of rounds, with functions that only note their calls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from replay.timing.timer import Candidate
 
 
 class FakeTimer:
-    """Timer whose times are the functions' return values; samples arrive at `collect`, as on a
-    GPU."""
+    """Timer whose times are the functions' results; samples arrive at `collect`, as on a GPU."""
 
     def __init__(self) -> None:
         self.order: list[Candidate] = []
@@ -188,7 +187,7 @@ def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
         run_rounds(candidates, FakeTimer(), 0, enough=rounds.Enough(0.01))
         return [len(each.ms) for each in candidates.values()]
 
-    assert rounds_of(steady=constant(10.0)) == [9]  # looked at after 6 and 9
+    assert rounds_of(steady=constant(10.0)) == [9]  # inspected after 6 and 9 rounds
     assert rounds_of(steady=constant(10.0), noisy=alternating(1.0, 2.0)) == [60, 60]
     assert rounds_of(steady=constant(10.0), failing=raising_at(3)) == [9, 2]
 
@@ -196,7 +195,7 @@ def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
 def test_finished_candidate_does_not_prolong_the_rounds() -> None:
     slow, steady = Candidate(alternating(1.0, 2.0), rounds=6), Candidate(constant(1.0), rounds=60)
     run_rounds({"slow": slow, "steady": steady}, FakeTimer(), 0, enough=rounds.Enough(0.01))
-    assert (len(slow.ms), len(steady.ms)) == (6, 14)  # looked at after 6, 9 and 14
+    assert (len(slow.ms), len(steady.ms)) == (6, 14)  # inspected after 6, 9 and 14 rounds
 
 
 def test_measure_samples_every_candidate_on_the_cpu() -> None:
@@ -259,7 +258,7 @@ def test_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
 
 @pytest.mark.parametrize("change", [lambda ms: ms.__setitem__(0, 1.0), lambda ms: ms.append(1.0)])
 def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]], object]) -> None:
-    """A kernel may find the times in the memory of its process."""
+    """A kernel may find the list of times in its process's memory."""
     others = Candidate(constant(10.0), rounds=8)
     calls = itertools.count()
 

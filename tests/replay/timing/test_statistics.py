@@ -1,4 +1,4 @@
-"""Statistics against numbers computed by hand."""
+"""Statistics are compared with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replay.timing.statistics import (
 def test_summary_equals_figures_by_hand() -> None:
     summary = summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.p50, summary.n) == (3.0, 5)
-    assert summary.p10 == pytest.approx(1.4)  # position 0.4 between 1 and 2
+    assert summary.p10 == pytest.approx(1.4)  # 0.4 of the way from 1 to 2
     assert summary.p90 == pytest.approx(4.6)
     assert summary.iqr == pytest.approx(4.0 - 2.0)
     assert summary.samples == (5.0, 1.0, 3.0, 2.0, 4.0)
@@ -38,7 +38,7 @@ def test_drift_that_both_share_cancels() -> None:
 
 
 def test_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> None:
-    # Round ratios 10, 1, 0.5; medians 2 and 2.
+    # The ratios of the rounds are 10, 1 and 0.5; both medians are 2.
     assert paired_speedup([10.0, 2.0, 1.0], [1.0, 2.0, 2.0]).ratio == 1.0
 
 
@@ -71,7 +71,7 @@ def test_below_six_rounds_there_is_no_interval() -> None:
 
 
 def no_trend(count: int) -> list[float]:
-    """Return 1 … count with consecutive numbers far apart: 1, count, 2, count - 1 …"""
+    """Return 1 … count with distant numbers next to each other: 1, count, 2, count - 1 …"""
     ends = [(low + 1, count - low) for low in range(count // 2)]
     ordered = [float(each) for pair in ends for each in pair]
     return ordered + [(count + 1) / 2] * (count % 2)
@@ -79,8 +79,8 @@ def no_trend(count: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("count", "rank"),
-    # 2 · P(X < rank) for X ~ Binomial(count, 1/2): 1/32, 1/64, 22/1024, 0.0161, 0.0210, 0.0247.
-    # One rank more: 7/32, 1/8, 112/1024, 0.0428, 0.0352, 0.0291.
+    # 2 · P(X < rank) for X ~ Binomial(count, 1/2) is 1/32, 1/64, 22/1024, 0.0161, 0.0210, 0.0247.
+    # For the next rank, it is 7/32, 1/8, 112/1024, 0.0428, 0.0352, 0.0291.
     [(6, 1), (7, 1), (10, 2), (30, 9), (100, 39), (1000, 465)],
 )
 def test_ends_of_the_interval_are_order_statistics(count: int, rank: int) -> None:
@@ -89,8 +89,8 @@ def test_ends_of_the_interval_are_order_statistics(count: int, rank: int) -> Non
 
 def test_ranks_beyond_the_samples_are_extrapolated() -> None:
     trend = [1.1**index for index in range(8)]
-    # By hand: autocorrelation of the ranks 0.625, + (1 + 3 · 0.625) / 8 + 4 / 8 is more than 0.75;
-    # √7 · 3.5 ranks on either side of 4.5, where there are 3.5.
+    # By hand: the ranks' autocorrelation is 0.625, plus (1 + 3 · 0.625) / 8 + 4 / 8, more than
+    # 0.75; so the interval is 4.5 ± √7 · 3.5 ranks, where only ± 3.5 ranks exist.
     interval = median_interval(trend)
     beyond = 3.5 * (math.sqrt(7) - 1)
     assert interval is not None
@@ -114,12 +114,12 @@ def test_equal_ratios_show_no_correlation() -> None:
 
 
 def test_calls_are_correlated_within_themselves() -> None:
-    """A difference between calls must not count as a correlation of their rounds."""
+    """A difference between two calls must not look like a correlation of their rounds."""
     a, b = no_trend(30), [100 + each for each in no_trend(30)]
     together = median_interval(a, b)
     one_after_the_other = median_interval(a + b)
     assert together is not None
     assert one_after_the_other is not None
     assert together.high - together.low < one_after_the_other.high - one_after_the_other.low
-    # Of 60 samples rank 21 has 97.5 %; rank 1 … 30 are the first call's.
+    # In 60 samples, rank 21 has 97.5 %; ranks 1 to 30 belong to the first call.
     assert together == MedianInterval(21, 110)

@@ -1,4 +1,4 @@
-"""The steps of a sample; a simulated CUDA records its calls."""
+"""The steps of a timed sample, with a simulated CUDA that logs its calls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the clock, since a sample could otherwise end at a call that waited for the
-    processor."""
+    """Stop the clock; otherwise, a sample could end at a call that waited for the processor."""
     monkeypatch.setattr(timer.time, "perf_counter", lambda: 0.0)
 
 
@@ -38,7 +37,7 @@ def test_cpu_sample_lasts_long_enough_to_be_timed() -> None:
     cost_ms = timer.calibrate(candidate)
     assert calls == 0
     timer.sample(candidate)
-    assert calls == 21  # calls of 0.05 ms for a millisecond
+    assert calls == 21  # calls of 0.05 ms, for a millisecond
     assert cost_ms == pytest.approx(21 * 0.05)
 
 
@@ -52,7 +51,7 @@ def test_calls_before_a_sample_are_not_timed_but_cost() -> None:
 
 
 def test_cpu_sample_ends_where_calls_became_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))  # each call takes a second
+    clock = iter(range(1000))  # each call takes one second
     monkeypatch.setattr(timer.time, "perf_counter", lambda: next(clock))
     kept: list[object] = []
     candidate = Candidate(lambda: "result", keep=kept.append, warm_up_ms=[0.01])
@@ -80,11 +79,11 @@ def test_any_call_of_a_sample_is_kept_in_the_end() -> None:
         cpu.sample(candidate)
     places = Counter(number - 11 * sample for sample, number in enumerate(last))
     assert set(places) == set(range(11))
-    assert max(places.values()) < 100  # 27 of each, on average
+    assert max(places.values()) < 100  # 27 per place on average
 
 
 def test_hook_at_return_is_timed_and_found() -> None:
-    """The hook starts at the next call of any function except the clock."""
+    """The hook runs at the next call of any function other than the clock."""
     worked: list[float] = []
 
     def hook(frame: object, event: str, function: object) -> None:
@@ -127,7 +126,7 @@ def test_hook_that_stays_is_found() -> None:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of CUDA and launches of the layer, in order."""
+    """Log of CUDA calls and kernel launches, in order."""
     asked: list[str] = []
 
     class Event:
