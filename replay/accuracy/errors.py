@@ -1,10 +1,10 @@
 """Errors of an output against a reference; `replay.accuracy.verdict` judges them.
 
-Sums are in float64 and are collected per row: the Dv numbers of one (batch, head, query). Figures
-are never rounded.
+Sums are in float64, one per row; a row is the Dv numbers of one (batch, head, query). Figures are
+never rounded.
 
-An element that is NaN, or the same infinity, in both tensors counts as zero on both sides. Any
-other non-finite element makes its figures NaN or infinite, and is counted in
+An element that is NaN, or the same infinity, in both tensors counts as zero in both. Any other
+non-finite element makes the figures that include it NaN or infinite, and is counted in
 `mismatched_nonfinite`. `nan_count` and `inf_count` count all NaN and infinite output elements.
 """
 
@@ -21,7 +21,7 @@ from torch.linalg import vector_norm as norm
 from replay.rows.errors_of_output import Errors, Summary, Where
 
 CHUNK_ELEMENTS = 2**22
-"""Output elements compared at a time: each float64 temporary is 32 MiB."""
+"""Number of output elements that are compared at a time; each float64 temporary is 32 MiB."""
 
 QUERY_BINS = 64
 """Maximum number of ranges of queries that a head's errors are divided into."""
@@ -38,7 +38,7 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
 
 @dataclass(frozen=True)
 class RowErrors:
-    """Sums over an output and a reference, row by row."""
+    """Sums over each row of an output and a reference."""
 
     sums: Tensor
     """(7, B, H, S) in float64: sums of output · reference, output², reference², |reference|,
@@ -71,7 +71,7 @@ class RowErrors:
         return _relative_l1s(self.sums.sum(dim=3))
 
     def errors(self) -> Errors:
-        """Compute the figures of a row."""
+        """Compute the figures for a kernel's row in the results."""
         row_cosines = cosines(*self.sums[:3])
         head_sums, head_errors = self.sums.sum(dim=3), self.head_errors
         sums = head_sums.sum(dim=(1, 2))
@@ -129,7 +129,7 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
     for rows, part, expected in chunks(output, reference):
         error = part - expected
         largest = float(norm(error, ord=math.inf))
-        if not math.isfinite(largest):  # count non-finite elements only if there are any
+        if not math.isfinite(largest):  # count non-finite elements only if some exist
             nan_count += int(part.isnan().sum())
             inf_count += int(part.isinf().sum())
             part, expected, odd = _without_agreed_nonfinite(part, expected)
@@ -189,7 +189,7 @@ def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, T
 
 
 def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return both tensors with zeros for non-finite elements that agree, and count the others."""
+    """Return both tensors with zeros where non-finite elements agree, and the number of others."""
     both_finite = part.isfinite() & expected.isfinite()
     if both_finite.all():
         return part, expected, 0
@@ -208,7 +208,7 @@ def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Ten
 
 
 def _relative_l1s(sums: Tensor) -> Tensor:
-    """Return relative L1 from the sums (7, …) of `RowErrors`: 0 for zero against zero."""
+    """Return relative L1 from the sums (7, …) of `RowErrors`; 0 if both tensors are zero."""
     magnitude, error = sums[3], sums[5]
     return (error / magnitude).masked_fill((error == 0) & (magnitude == 0), 0.0)
 

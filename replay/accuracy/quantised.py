@@ -1,7 +1,7 @@
-"""The error of honest 8-bit attention on one call, which quantised kernels are compared with.
+"""The error of honest 8-bit attention on one call, as a standard for quantised kernels.
 
 A call is computed in two plain 8-bit ways, both coarser than published kernels. A kernel's error in
-a head or a row is compared with the larger error of the two:
+a head or a row is compared with the larger error of these two ways:
 
 - INT8: query and key have a scale per 128 rows, value a scale per channel, and probabilities a
   scale per row. SageAttention 1 and 2 (Zhang et al. 2024) have finer scales.
@@ -35,7 +35,7 @@ MINIMUM_ROWS = 32
 """Minimum number of rows for a reliable standard error of their mean."""
 STANDARD_ERRORS = 4.0
 SHARED_ERRORS = 2.0
-"""Factors on the two parts of a relative L1's margin (see `_ratio`)."""
+"""Factors on the two parts of the margin that `_ratio` adds to a relative L1."""
 SHARE_OF_OTHER_HEADS = 0.5
 SMALLEST_SHARE = 0.5
 """Floor for the limit on the relative L1 error, in units of `FP8_ROUNDOFF`. Plain 8-bit
@@ -50,9 +50,9 @@ class QuantisedNoise:
     """Errors of n ways to compute a call in 8 bits."""
 
     whole: Tensor
-    """(2, n): relative L1 of the whole output and its margin, infinite for few rows."""
+    """(2, n): relative L1 of the whole output, and its margin, which is infinite for few rows."""
     heads: Tensor
-    """(2, n, B, Hq): relative L1 and margin of each head."""
+    """(2, n, B, Hq): relative L1 of each head, and its margin."""
     rows: Tensor
     """(n, B, Hq, 1): the error of a head's worst row in units of `size`, with a margin."""
     size: Tensor
@@ -63,7 +63,7 @@ class QuantisedNoise:
         return float(_limit(self.whole, thresholds))
 
     def head_limits(self, thresholds: QuantisedThresholds) -> Tensor:
-        """Return the largest allowed relative L1 of each head: (B, Hq), at least the whole's."""
+        """Return the largest allowed relative L1 of each head: (B, Hq), at least `whole_limit`."""
         return _limit(self.heads, thresholds).clamp_min(self.whole_limit(thresholds))
 
     def row_limits(self, thresholds: QuantisedThresholds) -> Tensor:
@@ -88,7 +88,7 @@ class QuantisedNoise:
         worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
         of_all = worst.amax(dim=(1, 2), keepdim=True)
         batch, heads, length, width = reference.shape
-        # The worst row is estimated from a sample: a kernel may exceed it more if rows are few.
+        # The worst of few rows is an uncertain estimate, so a kernel may exceed it by more.
         if length < MINIMUM_ROWS:
             worst = of_all.expand_as(worst) * (1 + (batch * heads * length) ** -0.5)
         else:
@@ -122,7 +122,7 @@ def _in_groups(tensor: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """Rounding of a call of one key head; each function rounds float32 values to 8 bits."""
+    """Way to round a call of one key head; each function rounds float32 values to 8 bits."""
 
     query_and_key: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]
@@ -167,8 +167,8 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
                     "value": way.value(part.value),
                 }
             )
-            # TF32 rounds by 2⁻¹¹, whereas the 8-bit rounding was 2⁻⁴ (e4m3) or 2⁻⁸ of the largest
-            # value. The error of a head's worst row may change by a tenth; verdicts stay (tests).
+            # TF32 rounds by 2⁻¹¹, whereas 8 bits round by 2⁻⁴ (e4m3) or 2⁻⁸ of the largest value.
+            # The error of a head's worst row may change by a tenth; verdicts stay equal (tests).
             for block in weights(part, torch.float32, allow_tf32=True):
                 scale = _scale(block.weights.amax(dim=-1, keepdim=True), way.most)
                 levels = way.rounded(block.weights.div_(scale))
@@ -227,7 +227,7 @@ def _ratio(absolute: Tensor, signal: Tensor, numbers: int) -> Tensor:
 
 
 def _limit(figures: Tensor, thresholds: QuantisedThresholds) -> Tensor:
-    """Return the largest limit of the n ways, from relative L1 and margin (2, n, …)."""
+    """Return the largest limit among the n ways, from their relative L1 and margin (2, n, …)."""
     found, margin = figures
     limits = thresholds.noise_factor * found + margin
     return _or(limits, math.inf).amax(dim=0).clamp_min(SMALLEST_SHARE * FP8_ROUNDOFF)

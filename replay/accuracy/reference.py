@@ -1,4 +1,4 @@
-"""The reference: attention by the textbook formula, in high precision, in bounded memory.
+"""The reference: attention by the textbook formula, in high precision and bounded memory.
 
     output = softmax(cap(scale · QKᵀ) + mask) · V,    cap(s) = softcap · tanh(s / softcap)
 
@@ -31,23 +31,23 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
 
 CPU_BLOCK = 2**20
-"""Number of scores held at a time on a CPU: 8 MiB in float64, which fit the cache. The peak is
-three times as much."""
+"""Number of scores held at a time on a CPU: 8 MiB in float64, which fit into the cache. Peak memory
+is three times as much."""
 CPU_KEYS = 2**18
 """Maximum number of elements in the keys of several heads on a CPU. For larger copies the allocator
 requests new memory each time, which takes longer than the products."""
 GPU_BLOCK = 2**24
-"""Number of scores held at a time on a GPU: 128 MiB, and three times as much at the peak."""
+"""Number of scores held at a time on a GPU: 128 MiB; peak memory is three times as much."""
 LARGE_GPU_BLOCK = 2**26
 LARGE_GPU_BYTES = 40 * 2**30
-"""Minimum memory of a GPU that uses a larger block, in bytes. An H200 took 0.7 of the time with the
-larger block (17,776 tokens)."""
+"""Minimum memory of a GPU that uses a larger block, in bytes. With the larger block, an H200 needed
+0.7 of the time (17,776 tokens)."""
 
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """CUDA compute capabilities with a float64 rate of half the float32 rate.
 
-Other capabilities have 1/32 or 1/64, by the table "Throughput of Native Arithmetic Instructions" in
-NVIDIA's CUDA C++ Programming Guide.
+Other capabilities have 1/32 or 1/64 of the float32 rate, according to the table "Throughput of
+Native Arithmetic Instructions" in NVIDIA's CUDA C++ Programming Guide.
 """
 
 
@@ -122,8 +122,8 @@ def attention_and_spread(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention`, and the spread √Σⱼ pⱼ²‖vⱼ‖² of each row: (B, Hq, Sq).
 
-    The spread is the effect on a row of independent relative errors in its terms pⱼ·vⱼ, such as
-    rounding errors.
+    The spread tells how independent relative errors in the terms pⱼ·vⱼ, such as rounding errors,
+    affect a row.
     """
     output = _empty_output(call, dtype)
     spread = torch.zeros(output.shape[:3], dtype=dtype, device=call.device)
@@ -208,7 +208,7 @@ def _weights_of_heads(
     """Yield the blocks of the query heads that share these key/value heads.
 
     Args:
-        span: the keys that each query sees; None for all.
+        span: the keys visible to each query; None for all keys.
     """
     kv_len, q_len = call.shape.kv_len, call.shape.q_len
     group = call.shape.q_heads // call.shape.kv_heads
@@ -235,7 +235,7 @@ def _weights_of_heads(
                 seen = _union(firsts, ends)
                 keys = slice(0, 1) if seen is None else seen
                 block_value = value[:, keys]
-                if seen is None:  # zero times NaN would be NaN
+                if seen is None:  # a product with zero would be NaN
                     block_value = torch.zeros_like(block_value)
         query = call.query[batch, heads, rows].to(dtype)
         query = query if scale_scores else query * signed_root
@@ -281,7 +281,7 @@ def _union(firsts: Tensor, ends: Tensor) -> slice | None:
 def _mask_block(
     attn_mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice, dtype: torch.dtype
 ) -> Tensor:
-    """Return a part of a mask, (H, rows, keys), as numbers to add to the scores."""
+    """Return part of a mask, (H, rows, keys), as numbers to add to the scores."""
     mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     wanted = (slice(batch, batch + 1), heads, rows, keys)
     block = mask[
@@ -296,7 +296,7 @@ def _mask_block(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
-    """Compute the softmax over the keys and a head's sink, with zeros where every key is masked.
+    """Compute the softmax over the keys and a head's sink; rows with every key masked get zeros.
 
     Args:
         scores: (H, rows, keys).

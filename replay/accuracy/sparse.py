@@ -1,4 +1,4 @@
-"""Calls restricted to the keys that a sparse kernel chose, by which the kernel is judged."""
+"""Calls restricted to the keys that a sparse kernel chose; the kernel is judged on these calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The constants that outputs are judged by, and the file that changes them. Imports no torch.
+"""The thresholds that outputs are judged by, and a file that changes them. Imports no torch.
 
-`replay --tolerances FILE.toml` gives the constants that differ from the defaults, in a table for
-each class of kernel: `[quantised]` with a line `minimum_cosine = 0.98`.
+`replay --tolerances FILE.toml` reads the thresholds that differ from the defaults. The file has a
+table for each class of kernel: `[quantised]` with a line `minimum_cosine = 0.98`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replay.rows.errors_of_output import AccuracyClass
 
 
 class ThresholdsError(Error):
-    """Unusable file of thresholds."""
+    """Error for an unusable file of thresholds."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ExactThresholds:
     same_dtype_factor: Annotated[float, "× the same-dtype error, of the output and of rows"] = 2.0
     """Factor that FlashAttention's own tests use."""
     rounding_factor: Annotated[float, "× the rounding noise of a row"] = 4.0
-    """Honest kernels need at most 1.1 (16 bits) and 1.7 (32 bits) in tens of thousands of random
-    calls."""
+    """In tens of thousands of random calls, honest kernels need at most 1.1 (16 bits) and 1.7 (32
+    bits)."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class QuantisedThresholds:
     """Working 8-bit kernels exceed 0.99 on real inputs. Broken kernels (lost heads, overflow,
     unwritten memory) are far below."""
     maximum_relative_l1: Annotated[float, "of the whole output"] = 0.1
-    """Error of a tenth of the signal. It reveals a wrong factor, unlike the cosine."""
+    """Error of a tenth of the signal. Unlike the cosine, this limit reveals a wrong factor."""
     noise_factor: Annotated[
         float, "× the relative L1 of plain 8-bit attention, of the whole output and of each head"
     ] = 1.35
-    """For comparison, a loss of 64 of 8,192 random keys increases the error 1.5 times."""
+    """For comparison, the loss of 64 of 8,192 random keys makes the error 1.5 times as large."""
     row_factor: Annotated[float, "× the error of plain 8-bit attention in its head's worst row"] = (
         3.0
     )

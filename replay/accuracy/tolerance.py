@@ -18,7 +18,7 @@ from replay.accuracy.errors import check_comparable, chunks
 from replay.accuracy.thresholds import ExactThresholds
 
 ROWS_OF_A_HEAD = 32
-"""Minimum number of rows for a head to have its own worst eager row; smaller heads share one."""
+"""Minimum number of rows for a head to have its own worst eager row; smaller heads share a row."""
 
 SHARED_NOISE = 0.5
 """Share of the rounding noise of 16 bits that rows may have in common. Four times this share is two
@@ -38,10 +38,10 @@ class RowTolerance:
     noise: Tensor = field(repr=False)
     """(B, Hq, Sq) in float64: see `rounding_noise`. NaN or infinite where unknown."""
     eager: Tensor = field(repr=False)
-    """(B, Hq, 1): the same-dtype error of a head's worst row, in units of its `noise`."""
+    """(B, Hq, 1): the same-dtype error of a head's worst row, in units of that row's `noise`."""
     eager_bias: Tensor = field(repr=False)
-    """(B, Hq, 1): the part of the same-dtype error that is common to a head's rows, in units of
-    their mean `noise` (see `bias_limits`)."""
+    """(B, Hq, 1): the part of the same-dtype error that is common to a head's rows, in units of the
+    rows' mean `noise` (see `bias_limits`)."""
     shared: float = SHARED_NOISE
     """Share of `noise` that rows may have in common."""
 
@@ -101,8 +101,8 @@ def tolerance(
     product with one query row is summed differently from a product with many rows. Without that
     noise, honest kernels would sometimes exceed twice the eager error.
 
-    Each same-dtype error is the largest among the outputs. Elements that are not finite in a
-    same-dtype output (float16 overflows) or in the reference are left out, with their rows.
+    Each same-dtype error is the largest among the outputs. Rows with an element that is not finite
+    in a same-dtype output (float16 overflows) or in the reference are left out.
 
     Args:
         same_dtype_outputs: one or two outputs of `replay.accuracy.reference.same_dtype`.
@@ -234,7 +234,7 @@ def _terms_of_a_sum(call: AttentionCall) -> float:
 def _largest_finite_of_heads(tensor: Tensor) -> Tensor:
     """Return the largest finite magnitude of each head of (B, H, …): (H,); 0 if there is none."""
     heads = tensor.transpose(0, 1).flatten(1)
-    if not heads.shape[1]:  # without keys
+    if not heads.shape[1]:  # no keys
         return heads.new_zeros(len(heads))
     # NaN stays NaN. On a CPU, `aminmax` of a dimension takes twenty times as long.
     largest = torch.maximum(-heads.amin(1), heads.amax(1))

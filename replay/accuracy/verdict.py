@@ -1,4 +1,4 @@
-"""The verdict on a kernel's output. Nothing here runs a kernel: another process may judge."""
+"""The verdict on a kernel's output. Nothing here runs a kernel, so another process may judge."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Expected:
     kept: float | None = None
     """Share of (query, key) pairs that a sparse kernel attends to; None for other kernels."""
     call: AttentionCall | None = field(default=None, repr=False, compare=False)
-    """Call for the noise of 8-bit attention, which is computed when a quantised kernel is judged;
-    the call's tensors must not change before. If None, only the kernel's whole output is judged."""
+    """Call for the noise of 8-bit attention, computed when a quantised kernel is judged; tensors
+    must not change before. If None, quantised kernels are judged by their whole output only."""
     spread: Tensor | None = field(default=None, repr=False, compare=False)
     """(B, Hq, Sq), from `replay.accuracy.reference.attention_and_spread`."""
 
@@ -55,8 +55,8 @@ class Expected:
     def of_heads(cls, call: AttentionCall) -> list[Expected]:
         """Compute the right output of each head of a call alone; no two heads share a key head.
 
-        The CPU computes it, for a few rows: on a GPU each of many small results would have to be
-        waited for.
+        The call has few rows, and tolerances are computed on the CPU, because on a GPU the host
+        would have to wait for each of many small results.
         """
         computed = attention_and_spread(call, reference_dtype(call.device, call.dtype))
         output, spread = (tensor.cpu() for tensor in computed)
@@ -103,10 +103,10 @@ def judge(
     every row must also have ‖o - reference‖ ≤ (4 + 2e) · noise. The noise is the row's own rounding
     noise (`replay.accuracy.tolerance.rounding_noise`). The number e is the same-dtype error of the
     worst row of the head, in units of that row's noise. The common error of a head's rows has a
-    lower limit, because rounding errors are random (`RowTolerance.bias_limits`).
+    stricter limit, because rounding errors are random (`RowTolerance.bias_limits`).
 
-    `sparse` kernels choose keys. The same rule applies to attention to the chosen keys. The
-    difference from attention to all keys is recorded, for the user to judge.
+    `sparse` kernels choose keys. The rule for `exact` kernels applies, with attention to the chosen
+    keys as reference. The difference from attention to all keys is recorded for the user to judge.
 
     `quantised` kernels must keep limits of cosine and relative L1 of the whole output, which
     separate usable from broken kernels. The errors of the whole output, of each head and of each
@@ -218,7 +218,7 @@ def _judge_quantised(
 
 
 def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, float]:
-    """Return the place, error and limit where the error is largest relative to its limit.
+    """Return the index, error and limit of the largest error in units of its limit.
 
     A limit of NaN means that there is no limit.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DeviceError(Error):
-    """Unusable devices; the message names the remedy."""
+    """Error for unusable devices; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Device:
     """Node of a cluster that has the device; empty for this machine."""
 
     def __str__(self) -> str:
-        """Format as in a row: `GPU 1 (GPU-5f…)`."""
+        """Format the device as in a row: `GPU 1 (GPU-5f…)`."""
         return f"{self.name} ({self.uuid})" if self.uuid else self.name
 
 
@@ -55,7 +55,7 @@ def gpus(asked: str) -> list[Device]:
         asked: `all`, or comma-separated indices in PyTorch's numbering.
 
     Raises:
-        DeviceError: a GPU does not exist, or their types differ.
+        DeviceError: a GPU does not exist, or the GPUs' types differ.
     """
     import torch
 
@@ -66,7 +66,7 @@ def gpus(asked: str) -> list[Device]:
     found = []
     for index in _indices(asked, count):
         properties = torch.cuda.get_device_properties(index)
-        uuid = getattr(properties, "uuid", "")  # some builds of PyTorch lack it
+        uuid = getattr(properties, "uuid", "")  # some builds of PyTorch lack UUIDs
         variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
         device = Device(f"GPU {index}", properties.name, f"GPU-{uuid}" if uuid else "", variables)
         found.append(device)
@@ -148,7 +148,7 @@ def held(devices: Sequence[Device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_if_free(device: torch.device) -> Iterator[str]:
-    """Lock a device if it is free; otherwise yield a sentence that another replay uses the device.
+    """Lock a device if no other replay uses it; yield a sentence if another replay does.
 
     The sentence is empty for a free device and for a CPU.
     """
@@ -173,5 +173,5 @@ def _lock_file(path: Path) -> int:
         return os.open(path, flags)
     except FileNotFoundError:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-        os.fchmod(descriptor, 0o666)  # whatever the umask
+        os.fchmod(descriptor, 0o666)  # overrides the umask
         return descriptor

@@ -17,14 +17,14 @@ from replay.workloads.sources import CallMetadata
 from replay.workloads.workload import Workload
 
 RUNS_BESIDE_SAMPLES = 15
-"""Number of runs of a kernel on a call in addition to samples, for checks and warm-up."""
+"""Number of runs of a kernel on a call for checks and warm-up, in addition to the samples."""
 REFERENCE_RUNS = 5
-"""Cost of the reference, in kernel runs at the reference's rate."""
+"""Cost of the reference, in multiples of a kernel's operations at the reference's rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rough rates of a device, which finished calls correct."""
+    """Rough rates of a device, to be corrected by the times of finished calls."""
 
     flops: float
     """Floating-point operations per second of a kernel."""
@@ -40,7 +40,7 @@ class Rates:
         if device.type == "cuda":
             return cls(3e14, 1e14, 5e-4, 0.3)
         measured = cpu_flops_per_second()
-        # The default kernels reach half the rate of matrix products; float64 is half as fast.
+        # Default kernels reach half the rate of matrix products; float64 products are half as fast.
         return cls(measured / 2, measured / 2, 1e-4, 0.3)
 
 
@@ -50,7 +50,7 @@ def expected_seconds(
     settings: Settings,
     rates: Rates,
 ) -> dict[str, float]:
-    """Estimate the seconds of each call with all its kernels, by label, without compilation.
+    """Estimate each call's seconds with all kernels and without compilation, keyed by label.
 
     A call of unknown size counts as the mean of the other calls.
     """
@@ -84,5 +84,5 @@ def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -
 
 
 def together(seconds: Sequence[float], at_a_time: int) -> float:
-    """Return the total seconds of calls if `at_a_time` calls run at the same time."""
+    """Return the total duration of calls, in seconds, if `at_a_time` calls run concurrently."""
     return max(sum(seconds) / at_a_time, max(seconds, default=0.0))

@@ -73,9 +73,9 @@ class CallOutcome(NamedTuple):
 class Fleet:
     """An `Execution` that gives each device one call at a time, with all its kernels.
 
-    So a kernel and its baseline share a device and rounds, and no other call runs on the device. If
-    a worker ends and no kernel is to blame, another device of the same type tries the call once
-    more.
+    A kernel and its baseline therefore share a device and rounds, and no other call runs on the
+    device. If a worker ends and no kernel is to blame, another device of the same type tries the
+    call once more.
     """
 
     def __init__(self, slots: Sequence[DeviceSlot], pool: ThreadPoolExecutor) -> None:
@@ -116,7 +116,7 @@ class Fleet:
         """
         compiled = self._compile(schedule, assigned, settings, report)
         failed: dict[int, list[CallOutcome]] = {}
-        """Outcomes of each call that waits for another device, by the id of the call."""
+        """Outcomes of each call that waits for another device, keyed by the call's id."""
 
         def take(slot: DeviceSlot) -> Workload | None:
             return None if slot.is_lost else schedule.take(slot.device.name, slot.device.kind)
@@ -136,7 +136,7 @@ class Fleet:
             yield from _finished(outcome, earlier, first_ms)
         left = {slot.device.kind for slot in self._slots if not slot.is_lost}
         waiting = schedule.waiting
-        for *_, outcome in failed.values():  # these calls found no other device
+        for *_, outcome in failed.values():  # no other device took these calls
             if outcome.rows or outcome.device.kind in left:
                 yield from _finished(outcome, [], {})
                 waiting -= 1
@@ -151,7 +151,7 @@ class Fleet:
         """Compile every kernel for each form of call, on one device of each host and type.
 
         Returns:
-            Milliseconds of first calls, by host and call.
+            Milliseconds of first calls, keyed by host and call.
         """
         waiting = {
             place: compilations(
@@ -206,7 +206,7 @@ class Fleet:
         on_stage = partial(self._say, slot)
         try:
             rows = list(slot.workers.replay(Schedule([workload]), assigned, settings, on_stage))
-            if any(not row.machine.device for row in rows):  # a worker died before its report
+            if any(not row.machine.device for row in rows):  # a worker died before reporting
                 (machine,) = slot.workers.machines(settings.device)
                 rows = [
                     row if row.machine.device else replace(row, machine=machine) for row in rows
@@ -238,7 +238,7 @@ def _finished(
     """Add the device of a call, and its failures on other devices, to its rows.
 
     Args:
-        earlier: the call's failures.
+        earlier: the call's failures on other devices.
         first_ms: milliseconds of first calls, for kernels that were compiled on this call.
     """
     if not outcome.rows:
@@ -259,7 +259,7 @@ def _finished(
 
 
 def _place(slot: DeviceSlot) -> tuple[str, str]:
-    """Return the host and type of a device; equal devices share the compilers' caches."""
+    """Return a device's host and type; devices with equal results share compilers' caches."""
     return slot.device.host, slot.device.kind
 
 

@@ -25,7 +25,7 @@ from replay.workloads.sources import Source
 from replay.workloads.workload import Workload
 
 Names = Mapping[str, Sequence[str]]
-"""Names of kernels by environment."""
+"""Names of kernels, keyed by environment."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Introduction:
 
 
 class Node:
-    """Workers of one device, which a process on another machine uses.
+    """Workers of one device, for use by a process on another machine.
 
     The CPU cores of a node are divided among its devices in use.
 

@@ -36,7 +36,7 @@ class Pace:
         self._took: dict[str, float] = {}
         """Seconds of each finished call."""
         self.stages: dict[str, float] = defaultdict(float)
-        """Seconds by stage; each kernel is a stage named after it."""
+        """Seconds of each stage; the work of each kernel is a stage with the kernel's name."""
 
     @property
     def total(self) -> int:
@@ -57,9 +57,9 @@ class Pace:
 
     @property
     def scale(self) -> float | None:
-        """Return the ratio of measured to expected seconds; None if it is not known yet.
+        """Return the ratio of measured to expected seconds; None before any call is finished.
 
-        The first call on each device waits for compilers. So it counts only until other calls are
+        The first call on each device waits for compilers, so it counts only until other calls are
         finished.
         """
         counted = list(self._took)[self.at_a_time :] or self._took
@@ -69,7 +69,7 @@ class Pace:
         return sum(self._took[call] for call in counted) / expected
 
     def left(self) -> float | None:
-        """Return the predicted seconds of the remaining calls; None without a prediction."""
+        """Return the predicted seconds until all calls are done; None without a prediction."""
         if self.scale is None or self.done >= self.total:
             return None
         now, left = self._clock(), 0.0
@@ -96,7 +96,7 @@ class Pace:
             self.stages[stage] += seconds
 
     def finish(self) -> None:
-        """Note that there will be no more calls."""
+        """Note that no more calls will run."""
         if self.done:
             logger.info("%s took %s", counted(self.done, "call"), seconds_by_stage(self.stages))
 
@@ -107,7 +107,7 @@ class _AtWork:
     def __init__(self, began: float) -> None:
         self.began = began
         self.stages: dict[str, float] = defaultdict(float)
-        """Seconds by stage."""
+        """Seconds of each stage."""
         self._stage, self._stage_began = "", began
 
     def enter(self, stage: str, now: float) -> None:
@@ -117,7 +117,7 @@ class _AtWork:
 
 
 def seconds_by_stage(stages: Mapping[str, float]) -> str:
-    """Format as `8.1 s: 5.2 torch-math, 2.9 computing the reference`, longest first."""
+    """Format times as `8.1 s: 5.2 torch-math, 2.9 computing the reference`, longest first."""
     longest = sorted(stages.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{seconds:.1f} {stage}" for stage, seconds in longest if seconds >= 0.05)
     return f"{sum(stages.values()):.1f} s: {parts}"

@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 
 CONNECTING_SECONDS = 5.0
 STARTING_SECONDS = 300.0
-"""Time limit for a node until its workers have imported PyTorch, from a cold network disk."""
+"""Time limit for a node's workers to import PyTorch, possibly from a cold network disk."""
 LOOK_SECONDS = 0.5
-"""Interval between checks whether the replay was stopped."""
+"""Interval between two checks for a request to stop the replay."""
 ANSWERING_SECONDS = 120.0
 """Time limit for a node to report whether a device still works."""
 
@@ -76,7 +76,7 @@ REMEDIES = {
         "this machine is not a node of the cluster: run the command on one of its nodes"
     ),
 }
-"""Sentences for Ray's errors, by a pattern in the error's text."""
+"""Sentences for Ray's errors, keyed by a pattern that occurs in the error's message."""
 
 WORKERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Environment variable that keeps Ray from killing workers. A killed worker could not end the
@@ -84,17 +84,17 @@ processes of its kernels."""
 
 
 class ClusterError(Error):
-    """Unusable cluster; the message names the remedy."""
+    """Error for an unusable cluster; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class NodeDevice:
-    """Device of a node, before anything runs on it."""
+    """Device of a node, before workers run on the device."""
 
     node_id: str
     host: str
     share: tuple[int, int]
-    """Index of the device and number of devices of the node."""
+    """Index of the device on its node, and number of the node's devices."""
     cpus: float
     """Number of CPUs that are reserved with the device."""
 
@@ -128,7 +128,7 @@ class Cluster:
     ) -> Iterator[Fleet]:
         """Start workers on every device; all end with the `with` block.
 
-        A device is left out if its workers do not work; a line on stderr reports the device.
+        A device whose workers do not work is left out and reported on stderr.
 
         Raises:
             ClusterError: the workers do not work on any device.
@@ -289,7 +289,7 @@ class RemoteWorkers:
         return self.get(method.remote(source, names, settings))
 
     def _sent(self, source: Source) -> Source:
-        """Return the source of a call on the node, and send files that the node lacks."""
+        """Send files that the node lacks; return the call's source with paths on the node."""
         files = []
         for path in source.files():
             with contextlib.suppress(OSError):  # the node will report an unreadable file
@@ -360,7 +360,7 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
 def _private_cluster() -> dict[str, str]:
     """Return variables for a new cluster that listens only on 127.0.0.1 and requires a token."""
     return {
-        # Despite the variable's name, Ray reads it on every system.
+        # Ray reads this variable on every system, despite its name.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -386,7 +386,7 @@ def _check(address: str) -> None:
 
 
 def _why_not(error: BaseException) -> str:
-    """Return a sentence about Ray's error, with a remedy if the error is a known one."""
+    """Return a sentence about Ray's error, with a remedy if the error is known."""
     texts = [type(error).__name__, str(error)]
     cause = error.__cause__ or error.__context__
     while cause is not None:
@@ -423,7 +423,7 @@ def _names(kernels: Sequence[Kernel]) -> list[str]:
 
 
 def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
-    """Return a version that differs between machines with one type of device, or None."""
+    """Return a version that differs between two machines with the same type of device, or None."""
     if machine.device != other.device:
         return None
     for name in ("python", "torch", "cuda", "cudnn", "triton", "threads"):

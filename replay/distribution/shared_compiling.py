@@ -14,7 +14,7 @@ from replay.workers.execution import Assignment
 from replay.workloads.workload import Workload
 
 PIECES_PER_DEVICE = 2
-"""Minimum number of pieces per device; some kernels compile for minutes and others not at all."""
+"""Minimum number of jobs per device; some kernels compile for minutes and others not at all."""
 
 
 class Compilation(NamedTuple):

@@ -10,13 +10,13 @@ from pathlib import Path
 from capture.storage import cache
 
 EDGE_BYTES = 1 << 16
-"""Number of bytes at each end of a file that identify the file. They include the header, and the
-checksum is verified when the file is loaded."""
+"""Number of bytes at each end of a file that identify the file. These bytes include the header, and
+the checksum is verified when the file is loaded."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Identity of a file on every machine."""
+    """Facts that identify a file on every machine."""
 
     path: Path
     """Path on the machine that has the file."""

@@ -1,4 +1,4 @@
-"""The rows that lose their speed-up because their baseline is not believed."""
+"""The removal of speed-ups over baselines that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 from replay.rows.row import Row
 
 DISTURBED = 1.5
-"""Factor by which a baseline may be slower in the worker of a disturbing kernel."""
+"""Largest allowed ratio of a baseline's time in the kernel's worker to its time in another one."""
 
 
 def without_rejected_baseline(row: Row, rejected: Collection[str]) -> Row:
-    """Remove a speed-up over a baseline whose own row was rejected."""
+    """Remove a row's speed-up if the row of its baseline was rejected."""
     if row.speedup is None or row.speedup.vs not in rejected:
         return row
     return _without_speedup(row, f"the row of {row.speedup.vs} was rejected")

@@ -1,16 +1,16 @@
-"""The memory of a GPU that several processes use in turn."""
+"""The GPU memory that one process returns, so that other processes can use it."""
 
 from __future__ import annotations
 
 import torch
 
 KEPT_SHARE = 1 / 16
-"""Share of the device's free memory that a process may keep for later use. To free and allocate
-gigabytes again would take milliseconds for every judged output."""
+"""Share of the device's free memory that a process may keep for later use. Otherwise freeing and
+allocating gigabytes would take milliseconds for every judged output."""
 
 
 def give_back(device: torch.device) -> None:
-    """Free this process's unused GPU memory, unless it is little."""
+    """Free this process's unused GPU memory, unless the amount is small."""
     if device.type != "cuda":
         return
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

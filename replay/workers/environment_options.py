@@ -17,7 +17,7 @@ from replay.rows.row import HERE
 
 
 class WorkerError(Error):
-    """Unusable environment; the message names the remedy."""
+    """Error for an unusable environment; the message names the remedy."""
 
 
 def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, str]:
@@ -43,7 +43,7 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
             raise WorkerError(f"--env is used for two Pythons ({name}): choose two names")
     found.update(given)
     for name, python in found.items():
-        found[name] = python = os.path.expanduser(python)  # the shell does not expand it here
+        found[name] = python = os.path.expanduser(python)  # the shell does not expand `~` here
         if name == HERE:
             raise WorkerError(f"{HERE!r} is the name of this environment: choose another name")
         if are_here and shutil.which(python) is None:

@@ -1,7 +1,7 @@
-"""The Python environments that kernels run in, and replays spread over these environments.
+"""The Python environments that kernels run in, and replays that use several environments.
 
-Kernel packages conflict, so every kernel runs in a worker process, which may use another
-interpreter. The parent's own environment is called `this`.
+Packages of kernels conflict, so kernels run in worker processes, which may use other interpreters.
+The parent's own environment is called `this`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMMON_LIBRARIES = ("torch", "triton")
 """Libraries that most environments have, whose kernels run in only one environment."""
 
 MAXIMUM_DEATHS = 3
-"""Maximum number of workers that a kernel may end before it is given up."""
+"""Number of workers that a kernel may end before it is given up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Environment:
         self._disturbing: set[str] = set()
         """Kernels that changed settings or functions of the worker."""
         self._apart: dict[str, Environment] = {}
-        """Environments with the same interpreter and a separate worker for a kernel, by kernel."""
+        """Separate workers with the same interpreter, keyed by the only kernel of each worker."""
 
     def close(self) -> None:
         self._process.close()
@@ -85,7 +85,7 @@ class Environment:
             environment.close()
 
     def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, ProbeResult]:
-        """Find out which kernels can run; a kernel that ends the worker counts as unable."""
+        """Find out which kernels can run; a kernel that ends the worker cannot."""
         found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
@@ -124,7 +124,7 @@ class Environment:
         while True:
             apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
             together = [kernel for kernel in kernels if kernel not in apart]
-            # Without other kernels, only a disturbing kernel needs rows from a clean worker.
+            # If no other kernels remain, only a disturbing kernel needs rows of a clean worker.
             names = {kernel.name for kernel in apart}
             if names and not together and self._disturbing.isdisjoint(names):
                 rows: list[Row] = []
@@ -150,7 +150,7 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> dict[str, float]:
-        """Call each kernel once, in the worker that will time it; return the milliseconds.
+        """Call each kernel once, in the worker that will time the kernel; return milliseconds.
 
         These calls compile the kernels, and nothing is judged. A kernel that ends its worker is
         left out; `replay` will report it.
@@ -236,9 +236,9 @@ class Environment:
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
         """Return whether a kernel needs a separate worker.
 
-        Baselines need none, because they run in every worker. PyTorch's kernels and ours need none
-        either, because changes by their compilers are undone. A kernel that cannot run gets no
-        worker.
+        Baselines need no separate worker, because they run in every worker. PyTorch's kernels and
+        ours need none, because changes by their compilers are undone. A kernel that cannot run gets
+        none.
         """
         if kernel.name in _in_every_worker(settings):
             return False
@@ -282,8 +282,8 @@ class Environment:
             except Died as death:
                 loaded = reply.loaded
                 if settings.device.type == "cuda" and reply.timing and not synchronous:
-                    # Samples are only enqueued, so any earlier kernel may be to blame. Retry one at
-                    # a time.
+                    # Samples are only enqueued, so any earlier kernel may be to blame. Retry with
+                    # one sample at a time.
                     synchronous = True
                 elif death.kernel in (*lost, *STAGES, ""):
                     # No kernel can be left out: the call itself ends the worker.
@@ -316,7 +316,7 @@ class Environment:
         }
         evidence, rejected = None, set()
         if self._judge is not None:
-            # Ask the judge first: it computes the reference while the worker still imports.
+            # Ask the judge first, so that it computes the reference while the worker imports.
             self._judge.expect(workload, settings)
             evidence = CallEvidence(self._judge, workload, settings)
         for message in self._ask(do="replay", **request):
@@ -400,7 +400,7 @@ def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
 
 
 def _is_unreadable(rows: list[Row]) -> bool:
-    """Return whether the call could not be read, which holds for every worker."""
+    """Return whether the call could not be read, so that no other worker can read it."""
     return any(not row.kernel and row.status == "error" for row in rows)
 
 

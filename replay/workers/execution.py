@@ -1,4 +1,4 @@
-"""The execution of kernels: in worker processes, which is the default, or in this process."""
+"""The execution of kernels, in worker processes (the default) or in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Progress = Callable[[Workload, str], None]
 
 
 class InProcessError(Error):
-    """Damage by a kernel to the process that everything runs in."""
+    """Error for a kernel that damaged this process, in which everything runs."""
 
 
 class Execution(Protocol):
@@ -48,7 +48,7 @@ class Execution(Protocol):
         """Return the machines that replay every call, one for each type of device."""
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
-        """Find out which kernels can run, by environment."""
+        """Find out which kernels can run in which environment."""
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
@@ -103,7 +103,7 @@ class Workers:
         timeout: float,
         place: Placement | None = None,
     ) -> Workers:
-        """Make the workers of this interpreter and of other ones, with one judge for all."""
+        """Make workers for this and other interpreters, with one judge for all workers."""
         judge = JudgeProcess(first.judge)
         environments = {
             HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
@@ -115,7 +115,7 @@ class Workers:
 
     def close(self) -> None:
         """End all processes."""
-        self._judge.end()  # the system frees its GPU memory while workers end
+        self._judge.end()  # the system frees the judge's GPU memory while workers end
         for environment in self._environments.values():
             environment.close()
         self._judge.close()
@@ -148,7 +148,7 @@ class Workers:
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[KernelId, float]:
-        """Call each kernel once, which compiles the kernel; return the milliseconds."""
+        """Call each kernel once, to compile the kernel; return the milliseconds of each call."""
         found: dict[KernelId, float] = {}
         for name, kernels in assigned.items():
             environment = self._environments[name]

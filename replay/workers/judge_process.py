@@ -1,4 +1,4 @@
-"""The parent's side of the process that judges outputs."""
+"""The parent's access to the process that judges outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JudgeProcess:
         """Replies to `expect` that are still unread."""
 
     def expect(self, workload: Workload, settings: Settings) -> None:
-        """Let the process load a call while a worker loads it too, without waiting."""
+        """Let the process load a call while a worker loads the same call; do not wait."""
         self._finish_expecting()
         self._expecting = self._process.ask(
             do="expect", workload=workload.source.to_json(), settings=settings.to_json()
@@ -86,7 +86,7 @@ the worker tries longer blocks."""
 
 BESIDE_SAMPLE_MS = 50.0
 BESIDE_CALL_MS = 2.0
-"""Time allowed on a busy machine for other work in a sample, and in each of its calls."""
+"""Time allowed for other work on a busy machine, per sample and per call of a sample."""
 
 
 @dataclass
@@ -100,13 +100,13 @@ class CallEvidence:
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
     _samples: dict[str, int] = field(default_factory=dict)
     _announced: tuple[str, float] | None = None
-    """Kernel in a warm-up or sample at the moment, and the time when that began."""
+    """Kernel of the current warm-up or sample, and the time when the warm-up or sample began."""
     _taken_ms: dict[str, list[float]] = field(default_factory=dict)
-    """Milliseconds from each announcement to the next message, by kernel."""
+    """Milliseconds from each announcement of a kernel to the next message, keyed by kernel."""
     _began: float = 0.0
     _blocks: dict[str, tuple[float, float, int]] = field(default_factory=dict)
-    """Block of calls of each kernel: milliseconds by this process's clock, milliseconds by the
-    worker's clock, and number of calls."""
+    """Block of calls of each kernel: milliseconds by this process's clock and the worker's clock,
+    and number of calls."""
 
     def hear(self, at: str) -> None:
         """Note the time of a message; each warm-up and sample of a kernel is announced.
@@ -180,7 +180,7 @@ class CallEvidence:
         return ""
 
     def _wrong_time(self, row: Row) -> str:
-        """Return why CPU samples must have taken longer than in their row; empty if they fit.
+        """Return why CPU samples took longer than their row states; empty if the times agree.
 
         A busy machine also delays the work between calls, which the row's times exclude. So a row
         is accepted if a quarter of its samples were not delayed.
@@ -191,7 +191,7 @@ class CallEvidence:
             or row.core_time_ms is not None
         ):
             return ""
-        taken = self._taken_ms.get(row.kernel, [])[1:]  # without the warm-up
+        taken = self._taken_ms.get(row.kernel, [])[1:]  # leave out the warm-up
         if len(taken) < row.time_ms.n:  # some announcements are missing
             return ""
         call_ms, found = row.time_ms.p50, sorted(taken)[len(taken) // 4]

@@ -20,8 +20,8 @@ from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 _judges: dict[str, LocalJudge] = {}
-"""Judge of the last or next call, by a key of all its inputs except the seed and the compared
-output."""
+"""Judge of the last or next call; the key has all inputs of the judge except the seed and the
+compared output."""
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from replay.workloads.workload import Workload
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     """Handle a request to "probe", "warm up", "call" or "replay" kernels, or "touch" a device."""
-    with torch.no_grad():  # kernels run in this mode, so a change of it is noticed
+    with torch.no_grad():  # kernels run in this mode, so a change of mode is noticed
         process_state = _process_state()
         if request["do"] == "probe":
             _probe(request, say, process_state)
@@ -50,22 +50,22 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
 
 @functools.cache
 def _process_state() -> ProcessState:
-    """Record the state at the first request, before any kernel is imported."""
+    """Record the process's state at the first request, before any kernel is imported."""
     return ProcessState()
 
 
 @functools.cache
 def _outbox(path: str, device: torch.device) -> Outbox:
-    """Open the memory for outputs once for all calls."""
+    """Open the shared memory for outputs, once for all calls."""
     return Outbox(path, device)
 
 
 _warm: set[str] = set()
-"""Kernels with all imports done."""
+"""Names of kernels whose modules have been imported."""
 
 
 def _warm_up(kernels: Sequence[Kernel], process_state: ProcessState) -> None:
-    """Import modules in advance, so that the time of first calls shows the cost of compilation."""
+    """Import modules in advance, so that the time of first calls is the time of compilation."""
     cold = [kernel for kernel in kernels if kernel.warm_up and kernel.name not in _warm]
     for kernel in cold:
         assert kernel.warm_up is not None
@@ -122,7 +122,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         if settings.device.type == "cpu":
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
-        _warm_up(kernels, process_state)  # meanwhile the judge computes the reference
+        _warm_up(kernels, process_state)  # the judge computes the reference during these imports
         wanted = Workload.of(source_from_json(request["workload"]))
         judge_factory = None
         if options.shared_file:
@@ -148,19 +148,19 @@ def _version(library: str) -> str:
 
 
 def _limit_memory(device: torch.device) -> None:
-    """Make too large an allocation fail, so that the system does not end a process for it.
+    """Make too large an allocation raise an error, so that the system does not end a process.
 
-    The limit is not used with a GPU, because CUDA reserves address space that it never fills.
+    With a GPU there is no limit, because CUDA reserves address space that it never fills.
     """
     try:
         import resource
-    except ImportError:  # not a Unix
+    except ImportError:  # not a Unix system
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # Memory that is already mapped counts too.
+    # The limit also counts memory that is already mapped.
     wanted = _data_bytes() + available_bytes(device)
     if hard == resource.RLIM_INFINITY or wanted < hard:
-        with contextlib.suppress(ValueError):  # macOS knows the limit and may refuse it
+        with contextlib.suppress(ValueError):  # macOS has this limit but may refuse to set it
             resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 

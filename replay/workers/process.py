@@ -29,7 +29,7 @@ ANSWERING_SECONDS = 10.0
 """Minimum time limit for an interpreter to run its first line, whatever `timeout` is."""
 
 STARTING_SECONDS = 300.0
-"""Time limit for a worker to import torch, which takes minutes from a cold network disk."""
+"""Time limit for a worker to import torch; from a cold network disk this takes minutes."""
 
 LOOK_SECONDS = 1.0
 """Interval between checks of a silent worker. The worker's pipe may stay open after the worker's
@@ -59,16 +59,16 @@ gc.disable()  # collections during the import of PyTorch find nothing and take a
 from replay.workers.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
-"""Program of the child. It finds our packages but not their neighbours, because another interpreter
-must not see this interpreter's packages or the current directory."""
+"""Program of the child. It finds only our packages, because another interpreter must not see this
+interpreter's packages or the current directory."""
 
 
 class CannotStart(Exception):
-    """Failure to start a worker: the interpreter does not exist, or lacks a required package."""
+    """Error for a worker that cannot start: its interpreter or a required package is missing."""
 
 
 class Died(Exception):
-    """Unexpected end of a worker; `kernel` names its last kernel or stage."""
+    """Error for a worker's unexpected end; `kernel` names the worker's last kernel or stage."""
 
     def __init__(self, status: Status, reason: str, kernel: str, log: str) -> None:
         super().__init__(reason)
@@ -79,19 +79,19 @@ class Died(Exception):
 
 
 class Stopped(Exception):
-    """End of a place's processes on request, without a fault."""
+    """Error for processes that were ended on request, without a fault."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of child processes: one of several devices, or that of this process."""
+    """Place of child processes: one of several devices, or the same place as this process."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that differ from this process's variables."""
     cpus: frozenset[int] = frozenset()
     """Logical CPUs of the processes and their children; empty for the CPUs of this process."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    """Set by any thread to end processes with open requests, within `LOOK_SECONDS`."""
+    """Event that any thread sets to end processes with open requests, within `LOOK_SECONDS`."""
 
 
 class Process:
@@ -263,7 +263,7 @@ class Process:
             raise CannotStart(": ".join([death.reason, *last])) from death
 
     def _wait_until_prepared(self) -> None:
-        """Skip the replies to `prepare` requests; start another child if this child ends."""
+        """Skip the replies to `prepare` requests; start another child if the current child ends."""
         try:
             while self._preparing:
                 self._preparing -= bool(self._receive(STARTING_SECONDS).get("done"))
@@ -280,7 +280,7 @@ class Process:
             raise self._death() from None
 
     def _receive(self, patience: float, allowed: str = "--timeout") -> dict[str, Any]:
-        """Return the next message. The child's output is read meanwhile, so the child never blocks.
+        """Return the next message; also read the child's output, so that the child never blocks.
 
         Args:
             allowed: the source of `patience`, for the error message.
@@ -347,13 +347,13 @@ class Process:
 
 
 class First(NamedTuple):
-    """Processes that every replay in workers needs."""
+    """First processes of a replay in workers: a worker and the judge."""
 
     worker: Process
     judge: Process
 
     def prepare(self, device: str | None) -> None:
-        """Tell both processes to initialise a device (None: the default one), without waiting."""
+        """Tell both processes to initialise a device (None for the default); do not wait."""
         for process in self:
             process.prepare(do="touch", device=device)
 

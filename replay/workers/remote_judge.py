@@ -1,4 +1,4 @@
-"""The worker's side of a judge in another process, which passes outputs on and waits."""
+"""The worker's access to a judge in another process: it sends outputs and waits for verdicts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Hear, Say
 
 MOST_BLOCKS = 5
-"""Maximum number of blocks until two clocks agree. Each block is twice as long as the previous one,
+"""Maximum number of blocks until two clocks agree. Each block is twice as long as the one before,
 because on a busy machine a message may take longer than a short block."""
 
 SHORT_MS = 5.0
-"""Minimum time of a GPU call that takes as long in a block as in a sample. A block does not hide
-the launches of shorter calls."""
+"""Minimum time of a GPU call for it to take as long in a block as in a sample. For shorter calls, a
+block also measures launches."""
 
 
 class RemoteJudge:
-    """Judge behind the parent process. Every method raises `CannotJudge` if the judge fails.
+    """Judge reached through the parent process. Every method raises `CannotJudge` on failure.
 
     Args:
         outbox: memory where the judge finds tensors; the judge reads them before it replies.

@@ -24,7 +24,7 @@ CHUNK_BYTES = 2**20
 
 
 class SharedFile:
-    """Initially empty file that only grows; it is in memory if the system supports that.
+    """Initially empty file that only grows; the file is in memory if the system supports this.
 
     On Linux the file disappears with the last process that has it open, even after a crash.
     """
@@ -93,8 +93,8 @@ class Inbox:
 class _MappedFile:
     """A `SharedFile` mapped into one process, with locked pages for a GPU.
 
-    A GPU reads and writes locked pages directly, several times as fast. If the system refuses to
-    lock the pages, copies are slower.
+    A GPU reads and writes locked pages directly, which is several times as fast. If the system
+    refuses to lock the pages, copies are slower.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class _MappedFile:
         return 0 if self._bytes is None else self._bytes.numel()
 
     def tensor(self, dtype: str, shape: list[int], offset: int) -> Tensor:
-        """Return a tensor in the file, not a copy."""
+        """Return a tensor that shares the file's memory."""
         kind: torch.dtype = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
         if offset + size > self._size():

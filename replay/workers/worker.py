@@ -1,7 +1,7 @@
 """The child process, which handles a parent's requests, one line of JSON each.
 
-Before any work that could end this process, a line names that work, so that the parent can name the
-kernel to blame. Stdout and stderr belong to the kernels; the parent keeps their output.
+Before any work that could end this process, the child sends a line that names the work, so that the
+parent knows which kernel to blame. Kernels may use stdout and stderr; the parent keeps that output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     for descriptor in (requests_fd, replies_fd):
         os.set_inheritable(
             descriptor, False
-        )  # a compiler that outlives this process must not keep the pipes open
+        )  # a compiler that outlives this process must not inherit the pipes
     os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
     threading.Thread(target=_end_with_parent, args=(replies_fd,), daemon=True).start()
     requests = os.fdopen(requests_fd, "r")
@@ -53,7 +53,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     gc.enable()
 
     def next_line() -> str:
-        os.set_blocking(requests_fd, True)  # a kernel may have changed this
+        os.set_blocking(requests_fd, True)  # a kernel may have changed the mode
         return requests.readline()
 
     def hear() -> dict[str, Any]:
@@ -77,7 +77,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
 
 
 def _hang_up(*descriptors: int) -> None:
-    """Disconnect a forked copy of this process from the parent."""
+    """Disconnect a fork of this process from the parent."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
