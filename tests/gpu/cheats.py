@@ -123,7 +123,7 @@ def waits_inside(*arguments: Any, **options: Any) -> Tensor:
 def replays_a_graph(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Honest: captures a CUDA graph for these addresses and replays it."""
+    """Honest: captures a CUDA graph for these addresses and replays the graph."""
     pointers = (query.data_ptr(), key.data_ptr(), value.data_ptr())
     if pointers not in _graphs:
         _graphs[pointers] = _captured(query, key, value, *others, **options)

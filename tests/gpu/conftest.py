@@ -1,4 +1,4 @@
-"""Tests in this folder need a GPU, and tests in several processes share its memory."""
+"""Fixtures for tests that need a GPU; tests in several processes share the GPU's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _needs_a_gpu() -> None:
 
 @pytest.fixture(autouse=True)
 def _give_memory_back() -> Iterator[None]:
-    """Return cached memory after each test: fifteen processes together would keep all of 80 GB, so
-    that some tests would fail."""
+    """Free cached memory after each test, because fifteen processes would otherwise keep all 80 GB
+    and some tests would fail."""
     yield
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A Triton kernel that writes far outside its tensor: CUDA ends the whole process's context."""
+"""A Triton kernel that writes far outside its tensor, so that CUDA ends the process's context."""
 
 from __future__ import annotations
 

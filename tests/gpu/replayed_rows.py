@@ -1,4 +1,4 @@
-"""Rows of `replay` as a command."""
+"""Rows that the command `replay` writes."""
 
 from __future__ import annotations
 

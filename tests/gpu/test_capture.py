@@ -1,4 +1,4 @@
-"""Recording on a GPU: copies are made while the model runs, with the values at the call."""
+"""Recording on a GPU copies tensors while the model runs, with their values at the call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from capture.recording import copies
 
 
 class ChangesInPlace(nn.Module):
-    """Attention over views of one buffer, which is then overwritten, as in static caches."""
+    """Attention over views of a buffer that is overwritten afterwards, as in static caches."""
 
     def __init__(self, length: int = 2048) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
 
 
 def test_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
-    """The calls are still on the GPU's queue when `record` has taken them."""
+    """`record` returns while the calls are still in the GPU's queue."""
     model = ChangesInPlace()
     with record(model, tmp_path, max=2, sample="first"):
-        model(0)  # allocates and pins
+        model(0)  # allocates and pins memory
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)
         model(1)

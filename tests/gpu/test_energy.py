@@ -1,4 +1,4 @@
-"""Energy of calls back to back, by the GPU's own counter."""
+"""The GPU's own counter measures the energy of back-to-back calls."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_energy_is_power_times_time_and_the_block_is_judged(tmp_path: Path) -> N
         assert 20 < energy["power_w"] < 2000
         flop = 4 * 24 * 4608**2 * 128
         assert energy["tflops_per_w"] == pytest.approx(flop / energy["mj"] / 1e9, rel=1e-3)
-        # Other programs on the GPU change the times, but not by 1,000 as a wrong unit would.
+        # Other programs on the GPU change times, but not 1,000 times, as a wrong unit would.
         ratio = energy["mj"] / energy["power_w"] / row["time_ms"]["p50"]
         assert 0.05 < ratio < 20

@@ -1,4 +1,4 @@
-"""Calls of real libraries besides SDPA, recorded and replayed by every kernel."""
+"""Calls of real libraries other than SDPA are recorded, and replayed by every kernel."""
 
 from __future__ import annotations
 

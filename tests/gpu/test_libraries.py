@@ -1,7 +1,7 @@
-"""Third-party kernels whose adapters are otherwise tested against stand-ins, with the libraries.
+"""Third-party kernels run with their real libraries; other tests use stand-ins.
 
-A kernel that is not installed is skipped. `pytest tests/gpu/test_libraries.py -rs` says which.
-Transformer Engine has one backend per process: name a test, such as `-k te-fused`.
+A kernel that is not installed is skipped. `pytest tests/gpu/test_libraries.py -rs` lists skipped
+kernels. Transformer Engine has one backend per process: name a test, such as `-k te-fused`.
 """
 
 from __future__ import annotations

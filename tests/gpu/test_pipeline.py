@@ -1,4 +1,4 @@
-"""The main job on a GPU: capture the built-in models, verify, replay every torch kernel."""
+"""On a GPU, capture the built-in models, verify the recordings, and replay every torch kernel."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_eager_torch_kernel_is_replayed(recorded: Path, tmp_path: Path) ->
     assert {"torch-math", "torch-flash", "torch-cudnn", "torch-default", "flex"} <= ran
     bad = [(row["kernel"], row["reason"]) for row in rows if row["status"] == "inaccurate"]
     assert not bad
-    assert {row["process"] for row in rows} == {""}  # none disturbs the others
+    assert {row["process"] for row in rows} == {""}  # no kernel disturbs the others
     timed = [row for row in rows if row["status"] == "ok"]
     assert all(row["peak_bytes"] > 0 and row["host_ms"] > 0 for row in timed)
 

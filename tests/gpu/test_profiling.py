@@ -1,4 +1,4 @@
-"""The command that `replay profile` prints profiles the kernels of that call, and no other.
+"""The command that `replay profile` prints profiles only the kernels of the given call.
 
 Run this file alone, with permission to read counters: `pytest tests/gpu/test_profiling.py`.
 """
@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.skipif(shutil.which("ncu") is None, reason="needs Nsight Compute")
 
 SHAPE = ["random", "-b", "1", "-hq", "32", "-sq", "2048", "-d", "64"]
-"""Enough rows that no kernel splits the keys, which takes a second kernel to combine."""
+"""Call with so many rows that no kernel splits the keys, which takes a second kernel."""
 
 
 @pytest.mark.parametrize(("kernel", "name"), [("torch-flash", "flash"), ("triton-fa2", "forward")])
@@ -23,7 +23,7 @@ def test_only_the_kernels_of_the_call_are_profiled(kernel: str, name: str) -> No
     command = [sys.executable, "-m", "replay", "profile", *SHAPE, "--kernels", kernel]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     profiler, *others = shlex.split(printed)
-    # Clocks are left as they are: other work on the machine is measured by them.
+    # Clocks are left unchanged, because other work on the machine may be timed meanwhile.
     run = [profiler, "--clock-control", "none", *others]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:

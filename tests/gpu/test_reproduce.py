@@ -1,4 +1,4 @@
-"""`replay reproduce` on a GPU: its scripts show failures of libraries and of a lost GPU."""
+"""On a GPU, the scripts of `replay reproduce` show failures of libraries and of a lost GPU."""
 
 from __future__ import annotations
 

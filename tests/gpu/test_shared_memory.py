@@ -1,4 +1,4 @@
-"""Tensors of a GPU that are passed to another process through locked or unlocked pages."""
+"""A GPU's tensors are passed to another process through locked or unlocked pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
 def test_tensors_arrive_without_locked_pages(
     shared: SharedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's error must not be blamed on the next kernel."""
+    """CUDA's error from locking pages must not be blamed on the next kernel."""
     cudart, register = torch.cuda.cudart(), torch.cuda.cudart().cudaHostRegister
     refused = []
 

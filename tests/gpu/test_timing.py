@@ -1,4 +1,4 @@
-"""Timing on a real GPU: relations that hold on any GPU, not absolute times."""
+"""Timing on a real GPU satisfies relations that hold on any GPU; no absolute time is tested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replay.timing.timer import Function, first_call
 
 
 def spin(milliseconds: float) -> Callable[[], None]:
-    """Return a function that keeps the GPU busy for a number of cycles, without using memory."""
+    """Return a function that keeps the GPU busy for a while without using memory."""
     cycles = int(milliseconds * 1_000_000)
     return lambda: torch.cuda._sleep(cycles)
 
@@ -97,7 +97,7 @@ def test_calls_before_a_sample_end_before_it() -> None:
     def function() -> None:
         nonlocal calls
         calls += 1
-        torch.cuda.synchronize()  # as kernels that plan on the host do
+        torch.cuda.synchronize()  # like kernels that plan on the host
         spin(20)()
 
     samples = measure({"one": function}, "cuda", rounds=5, calls_before=3)["one"]

@@ -1,4 +1,4 @@
-"""Two GPUs: ranks that share a model over NCCL record its calls, which are joined and replayed."""
+"""Two ranks that share a model over NCCL record its calls, which are then joined and replayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCENARIOS = ("exact", "tensor_parallel", "one_key_head", "medium", "ulysses", "q
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`parts/SCENARIO` of two ranks and `whole/SCENARIO` of one process, on GPUs."""
+    """Folder of recordings: `parts/SCENARIO` of two ranks, `whole/SCENARIO` of one process."""
     directory = tmp_path_factory.mktemp("ranks")
     launch(2, directory / "parts", *SCENARIOS, RANKS_ON="cuda")
     launch(1, directory / "whole", *SCENARIOS, RANKS_ON="cuda")
@@ -47,7 +47,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_joined_inputs_are_those_of_the_unsplit_model(
     recordings: Path, scenario: str, limit: float
 ) -> None:
-    """Projections of fewer rows may round differently, in bfloat16 by 1 % of a value."""
+    """Projections with fewer rows may round differently: in bfloat16, by 1 % of a value."""
     parts, whole = load(recordings / "parts" / scenario), load(recordings / "whole" / scenario)
     joined = parts.joined()
     assert (len(parts), len(joined), joined.note) == (2 * len(whole), len(whole), "")

@@ -1,4 +1,4 @@
-"""Every installed kernel with features beyond SDPA, at lengths that are not multiples of a
+"""Every installed kernel is right on calls beyond SDPA whose lengths are not multiples of a
 block."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _call(
 
 
 def _window(left: int, right: int | None = None, softcap: float | None = None) -> dict[str, Any]:
-    """Return a window aligned bottom right, in a causal call if there is no right side."""
+    """Return fields for a window aligned bottom right; without a right side, the call is causal."""
     variant = AttentionVariant(True, (left, right), softcap)
     return {"variant": variant, "is_causal": right is None}
 

@@ -1,4 +1,4 @@
-"""Calls with options beyond SDPA that tests of several Hopper kernels share."""
+"""Calls with options beyond SDPA, shared by the tests of several Hopper kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEYOND: dict[str, dict[str, Any]] = {
 def call_with(
     options: dict[str, Any], sizes: tuple[int, int, int, int, int, int, int]
 ) -> AttentionCall:
-    """Return a bfloat16 call of (B, Hq, Hkv, Sq, Sk, D, Dv); `sinks` stands for random sinks."""
+    """Return a bfloat16 call of sizes (B, Hq, Hkv, Sq, Sk, D, Dv); `sinks` adds random sinks."""
     if "sinks" in options:
         options = {**options, "sinks": 2 * normal(sizes[1], seed=7, device="cuda")}
     return replace(sized_call(sizes, dtype=torch.bfloat16, device="cuda"), **options)

@@ -1,4 +1,4 @@
-"""Compiled decode kernels on shapes of real models, in CUDA graphs and on several streams."""
+"""Compiled decode kernels are right on models' shapes, in CUDA graphs and on several streams."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_decode(sizes: Sizes) -> None:
 @pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
-    """DeepSeek's absorbed latent attention."""
+    """The value is the first part of the key in DeepSeek's absorbed latent attention."""
     call = call_of((2, heads, 1, 1, 8000, 576, 512))
     verify(name, replace(call, value=call.key[..., :512]))
 
@@ -78,8 +78,8 @@ def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
     ],
 )
 def test_keys_assigned_by_length(name: str, sizes: Sizes) -> None:
-    """Lengths range from zero to all keys, and are large enough for an assignment. Calls are
-    repeated three times, since programs that merge must leave their counters as they found them."""
+    """Lengths range from zero to all keys, and are large enough for an assignment. Each call runs
+    three times, because programs that merge must reset their counters."""
     batch, kv_len = sizes[0], sizes[4]
     counts = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
     used = lengths(*(counts * batch)[:batch])
@@ -108,8 +108,8 @@ def test_latents_in_one_piece(heads: int) -> None:
 
 
 def test_programs_merge_together_whatever_else_runs() -> None:
-    """With calls on another stream, some programs wait longer. The bits stay the same, since a
-    row's parts are added in order."""
+    """Calls on another stream delay some programs. The output keeps its bits, because a row's parts
+    are added in order."""
     call = call_of((8, 16, 1, 1, 9000, 576, 512))
     arguments = replace(call, value=call.key[..., :512]).arguments()
     decode = find("triton-decode").attention
@@ -196,7 +196,7 @@ def test_a_cache_in_8_bits_beyond_plain_attention(name: str) -> None:
 def test_every_8_bit_number_is_converted_exactly(name: str, dtype: torch.dtype) -> None:
     """Each number is a separate value, and each query attends to a single key."""
     numbers = torch.arange(256, device="cuda", dtype=torch.uint8).view(dtype).half()
-    numbers = numbers[numbers.isfinite() & (numbers != -128)]  # as many on either side of 0
+    numbers = numbers[numbers.isfinite() & (numbers != -128)]  # equally many on either side of 0
     numbers = torch.nn.functional.pad(numbers, (0, 256 - len(numbers))).view(2, 128)
     key = torch.eye(128, device="cuda", dtype=torch.half).roll(1, 0)[:2, None] * 2
     key = key.view(1, 1, 2, 128)

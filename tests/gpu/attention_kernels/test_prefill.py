@@ -1,4 +1,4 @@
-"""The prefill and variable-length kernels compiled, on shapes that models have.
+"""Compiled prefill and variable-length kernels are right on shapes of real models.
 
 Each combination of head_dim, type, mask and causality is a separate program that takes seconds to
 compile, so only some combinations are tested.
@@ -95,7 +95,7 @@ def test_what_is_not_finite(name: str, number: float, head_dim: int) -> None:
 
 
 def test_more_elements_than_an_int32_counts() -> None:
-    """The memory is BSHD, so that rows lie far apart."""
+    """The memory layout is BSHD, so that rows of a head lie far apart."""
     heads, length, head_dim = 2, 2**18, 64
     stride = 2**14
     memory = torch.zeros(length * stride, dtype=torch.float16, device="cuda")

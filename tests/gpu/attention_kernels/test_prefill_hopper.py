@@ -1,6 +1,6 @@
-"""`triton-fa3` on a Hopper GPU: every shape, stride and type against float64 attention.
+"""On a Hopper GPU, `triton-fa3` agrees with float64 attention for every shape, stride and type.
 
-Head dimensions up to 64 share one tile, and so do larger ones up to 128. A program is compiled for
+Head dimensions up to 64 share a tile, and so do those from 65 to 128. A program is compiled for
 each tile, type, causality, schedule, and with or without logarithms. These tests need 16.
 """
 
@@ -39,7 +39,7 @@ SHAPES: tuple[Sizes, ...] = (
     (1, 1, 1, 1, 1),
     (2, 3, 3, 256, 256),
     (1, 3, 1, 7, 4250),
-    (40, 6, 2, 200, 130),  # more tiles than programs: each has several
+    (40, 6, 2, 200, 130),  # more tiles than programs, so each program has several tiles
     (2, 8, 2, 1000, 1000),
     (1, 8, 1, 129, 300),
     (40, 12, 3, 200, 130),
@@ -56,7 +56,7 @@ def call_of(
 
 
 def poison(shape: torch.Size, dtype: torch.dtype) -> None:
-    """Fill the memory that the next output of this shape gets with NaN."""
+    """Fill memory with NaN that the next output of this shape will reuse."""
     torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
 
 
@@ -87,7 +87,7 @@ def test_float16(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [128, 72, 64])
 def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
-    """Query, key and value have the layout of a fused linear layer, a token's heads together."""
+    """Query, key and value are views of one tensor, in which a token's heads are adjacent."""
     packed = torch.randn(2, 333, 3, 4, head_dim, device=DEVICE, dtype=torch.bfloat16)
     query, key, value = (packed[:, :, part].transpose(1, 2) for part in range(3))
     check(AttentionCall(query, key, value, is_causal=is_causal))
@@ -129,8 +129,8 @@ def test_nan_stays_in_its_row_and_column() -> None:
 
 
 def test_the_same_bits_each_time() -> None:
-    """A race between loads, products and stores would change bits, and so would adding the pieces
-    of a tile in the order in which they arrive."""
+    """A race between loads, products and stores would change bits, and so would adding a tile's
+    pieces in their order of arrival."""
     batch = (4, 16, 4, 777, 777)
     few: Sizes = (1, 8, 1, 300, 9000)
     for sizes, head_dim, is_causal in (
@@ -165,8 +165,8 @@ LONG_AND_SHORT = (
 
 
 def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
-    """Return a call in which the scores of a third of the queries rise by `step` every 128 keys,
-    and those of another third fall."""
+    """Return a call in which the scores of one third of the queries rise by `step` every 128 keys,
+    and the scores of another third fall."""
     call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False, dtype=dtype)
     call.query[..., 0] = torch.arange(300, device=DEVICE) % 3 - 1
     call.key[..., 0] = torch.arange(3000, device=DEVICE) // 128 * step * head_dim**0.5
@@ -264,7 +264,7 @@ PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))
 @pytest.mark.parametrize("form", ["plain", *FORMS])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_packed(head_dims: tuple[int, int], form: str) -> None:
-    """`triton-varlen` runs this kernel here; other sequences' rows reach nothing."""
+    """`triton-varlen` runs this kernel on Hopper; other sequences' rows have no effect."""
     kernel = find("triton-varlen")
     q_lengths, k_lengths = PACKED_LENGTHS
     sizes = (1, 8, 2, sum(q_lengths), sum(k_lengths))

@@ -1,4 +1,4 @@
-"""Every public function of attention_kernels, called once; needs only torch, Triton and pytest.
+"""Call every public function of attention_kernels once; needs only torch, Triton and pytest.
 
 To test a wheel installed by itself, copy this file away from the checkout and run it with pytest.
 """
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 class Inputs:
-    """Query of 256 tokens and of one, key and value of 256 tokens, and the cache in pages."""
+    """Queries of 256 tokens and of one token, key and value of 256 tokens, and a cache in pages."""
 
     def __init__(self) -> None:
         self.key, self.value = (normal(2, 4, LENGTH, 64, seed=seed) for seed in (1, 2))

@@ -1,4 +1,4 @@
-"""Our 8-bit prefill on a GPU: the compiled kernels, Hopper's and the portable one."""
+"""Our 8-bit prefill is right on a GPU, with Hopper's and with the portable kernel."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8", *TENSOR)
 
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the kernel of GPUs other than Hopper here, too."""
+    """Run the portable kernel even on a Hopper GPU."""
     from attention_kernels.quantised import quantised_prefill
 
     monkeypatch.setattr(quantised_prefill, "has_gluon_kernels", lambda device: False)
-    for plans in ("_calls", "_repetitions"):  # without plans for Hopper
+    for plans in ("_calls", "_repetitions"):  # drop plans that were made for Hopper
         monkeypatch.setattr(quantised_prefill, plans, PlanCache())
 
 
@@ -76,10 +76,9 @@ def test_shapes(name: str, spec: Spec) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kv_heads", [64, 32, 16], ids="{} key heads".format)
 def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
-    """The bits are equal: a race of the warps that load and compute would show as a stray
-    difference.
+    """The bits are equal. A race between warps that load and warps that compute would change some.
 
-    One, two and four of a program's warp groups then share the blocks of a key head.
+    With these head counts, one, two and four warp groups of a program share a key head's blocks.
     """
     agree(name, Spec(8, 64, kv_heads, 1024, 1024, 64, 64, is_causal=True))
 
@@ -87,7 +86,7 @@ def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_hundred_calls_with_shared_tiles_agree(name: str, head_dim: int) -> None:
-    """Pieces of a tile are added in the same order, even if they arrive in another."""
+    """The pieces of a tile are always added in one order, even if they arrive in another."""
     agree(name, Spec(1, 8, 2, 300, 9000, head_dim, head_dim))
 
 
@@ -172,7 +171,7 @@ def test_nan_portable() -> None:
 
 
 SINK = {"sinks": -math.inf, "all": 9.0}
-"""One head's sink by the name of the options; other sinks are random."""
+"""Sink of one head, keyed by the name of the options; other sinks are random."""
 LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
 """Numbers of queries and keys; the last pair has so few tiles that programs share them."""
 
@@ -207,8 +206,8 @@ def test_rows_that_see_nothing_are_zeros(head_dim: int, form: str) -> None:
 
 
 def test_keys_outside_a_window_are_not_read() -> None:
-    """This also holds where the keys end before the window: a NaN in a block reaches no tile beyond
-    it."""
+    """A NaN in a block has no effect on tiles whose window begins after it, even after the last
+    key."""
     call = replace(beyond("window", 128, 1000, 300), variant=AttentionVariant(False, (50, 0)))
     call.value[:, :, :128] = math.nan
     for name in NAMES:
@@ -268,7 +267,7 @@ def test_invalid_tokens_have_no_effect(head_dim: int, name: str) -> None:
     call = packed("all", head_dim)
     expected = attend(**call.arguments())
     for tensor in (call.key, call.value):
-        tensor[:, :, 1000:1300] = math.nan  # of the sequence with one query
+        tensor[:, :, 1000:1300] = math.nan  # keys of the sequence with one query
     output = attend(**call.arguments())
     assert output[:, :, 700].isnan().all()
     assert torch.equal(output[:, :, :700], expected[:, :, :700])

@@ -1,8 +1,8 @@
 """Fixtures for the tests of third-party kernels.
 
-None of the libraries can run without a GPU. The tests replace them by **stand-ins**: modules with
-the real functions' names, parameters, layouts and habits, but torch's arithmetic (`stand_ins.py`).
-The tests show that an adapter passes the right arguments, but nothing about the libraries.
+None of the libraries can run without a GPU, so the tests replace them by **stand-ins**: modules
+with the real functions' names, parameters, layouts and habits, but torch's arithmetic
+(`stand_ins.py`). The tests show only that an adapter passes the right arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replay.kernels.registry import catalogue
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Use one thread, because the tensors are too small for a second thread to help."""
+    """Use one thread, because a second thread does not help with such small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

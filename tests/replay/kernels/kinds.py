@@ -1,4 +1,4 @@
-"""Kinds of call for kernels of other libraries, and the kinds that each kernel is checked on."""
+"""Kinds of call for other libraries' kernels, and the kinds on which each kernel is checked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float32": {"dtype": torch.float32},
 }
-"""Differences of each kind from two heads of 130 queries and keys, head_dim 64, float16."""
+"""Changes of each kind to a float16 call: two heads of 130 queries and keys, head_dim 64."""
 
 MASKED = tuple(kind for kind, changes in KINDS.items() if "attn_mask" in changes)
 
@@ -86,17 +86,17 @@ REFUSED = {
     "narrow values": "value head_dim 32 differs from query head_dim 64",
     **dict.fromkeys(MASKED, "takes no attn_mask"),
 }
-"""Kinds of call that most libraries do not support, with the reasons."""
+"""Reasons of most libraries for not supporting a kind of call, keyed by the kind."""
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "model's": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "elements apart": lambda x: x.mT.contiguous().mT,
 }
-"""Memory layouts of query, key and value: BHSD, BSHD as from a model's projections, BHDS."""
+"""Functions that change a tensor's memory layout to BHSD, to BSHD (as in models), or to BHDS."""
 
 QUANTISING = ("cudnn-fp8", "fa3-fp8")
-"""Kernels whose adapters quantise; for others, the library quantises but the stand-in does not."""
+"""Kernels whose adapters quantise. Other libraries quantise themselves; their stand-ins do not."""
 
 VARIANTS = {
     "fa3": ("a tensor", "a tuple"),
@@ -108,12 +108,12 @@ VARIANTS = {
     "sage3": ("", "mean=block", "mean=sequence"),
     "sparge": ("", "topk=0.25"),
 }
-"""Variants of kernels: their options, or different returns of their library."""
+"""Variants of kernels: their options, or the types that their library returns."""
 
 
 @functools.cache
 def expected(kind: str) -> tuple[AttentionCall, Expected]:
-    """Return a random call of that kind and its expected output. Kernels get copies."""
+    """Return a random call of a kind and its expected output. Kernels get copies of the call."""
     sizes = {"batch": 1, "q_heads": 2, "q_len": 130, "head_dim": 64, "dtype": torch.float16}
     sizes |= KINDS[kind]
     sizes = {"kv_heads": sizes["q_heads"], "v_head_dim": sizes["head_dim"], **sizes}
@@ -136,7 +136,7 @@ def expected(kind: str) -> tuple[AttentionCall, Expected]:
 
 
 def call_of(kind: str, layout: str = "contiguous") -> AttentionCall:
-    """Return a copy of the random call of that kind with this memory layout."""
+    """Return a copy of the random call of a kind, with the given memory layout."""
     call = expected(kind)[0].to("cpu")
     tensors = {name: LAYOUTS[layout](getattr(call, name)) for name in ("query", "key", "value")}
     return call.with_tensors(tensors)
@@ -217,7 +217,7 @@ DENSE = {
     "window, both ways",
     "window, left and none after",
 }
-"""Calls beyond SDPA, by the feature that a library needs, such as a diagonal bottom right."""
+"""Names of calls beyond SDPA whose only feature is a diagonal bottom right or a window."""
 CAPPED = {"soft cap", "soft cap, scale, batch", "soft cap, decode"}
 SINKS = {"sinks", "sinks, window"}
 PACKED = {"packed", "packed, bottom right", "packed, even", "packed, window"}

@@ -11,17 +11,17 @@ import random
 from collections.abc import Hashable, Iterable
 
 Case = tuple[Hashable, ...]
-"""One value of each factor."""
+"""Test case: one value for each factor."""
 Pair = tuple[int, Hashable, int, Hashable]
 
 
 def pairs(case: Case) -> set[Pair]:
-    """Return the pairs of values in a case, each value with the number of its factor."""
+    """Return all pairs of a case's values; each value comes with the number of its factor."""
     return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
-    """Return some cases, in their order, that cover every pair of values of all cases.
+    """Return some cases that cover every pair of values of all cases, in the original order.
 
     The choice is greedy and deterministic: cases with the maximum number of new pairs come first.
     Cases are visited in shuffled order, so that the choice is spread over all values.

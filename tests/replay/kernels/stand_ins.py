@@ -17,7 +17,7 @@ Body = Callable[[SimpleNamespace], Any]
 def parameters(listed: str) -> Callable[[Body], Callable[..., Any]]:
     """Give a function the parameters of a library's function, such as "q, k, v, *, causal=False".
 
-    The decorated function takes all arguments, and `self` of a method, as attributes of one object.
+    The decorated function takes one object, whose attributes are all arguments, including `self`.
     """
     signature = inspect.signature(eval(f"lambda {listed}: None", {"torch": torch}))
 
@@ -35,7 +35,7 @@ def parameters(listed: str) -> Callable[[Body], Callable[..., Any]]:
 
 
 def check_readable(*tensors: Tensor) -> None:
-    """Check what kernels on a GPU read: adjacent elements of one 16-bit dtype."""
+    """Check that kernels on a GPU can read the tensors: adjacent elements of one 16-bit dtype."""
     assert all(tensor.stride(-1) == 1 for tensor in tensors)
     assert {tensor.dtype for tensor in tensors} in ({torch.float16}, {torch.bfloat16})
 
@@ -54,7 +54,7 @@ def textbook(
 ) -> Tensor:
     """BHSD attention in float32, returned in the query's dtype.
 
-    Causal and windows are aligned bottom right; a side of a window that is -1 or None has no limit.
+    Causal masks and windows are aligned bottom right; -1 or None is a side without a limit.
     """
     query_, key, value = query.float(), key.float(), value.float()
     group = query.shape[1] // key.shape[1]
@@ -73,7 +73,7 @@ def textbook(
         scores = scores.where(offset >= columns - rows - before, -torch.inf)
     if after not in (-1, None):
         scores = scores.where(offset <= columns - rows + after, -torch.inf)
-    if sink is not None:  # a key whose value is 0
+    if sink is not None:  # a sink is like a key whose value is 0
         of_head = sink.float()[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([of_head, scores], dim=-1)
         value = torch.cat([torch.zeros_like(value[:, :, :1]), value], dim=2)
@@ -127,7 +127,7 @@ def flash_attention(given: SimpleNamespace) -> Tensor:
 def _check_longest(
     given: SimpleNamespace, q_offsets: Tensor | None, k_offsets: Tensor | None, has_pages: bool
 ) -> None:
-    """Check the lengths of the longest sequences; with pages, the length of keys is a bound."""
+    """Check the given lengths of the longest sequences; with pages, longer keys are allowed."""
     get = vars(given).get
     if q_offsets is not None and get("max_seqlen_q") is not None:
         assert given.max_seqlen_q == int(q_offsets.diff().max())

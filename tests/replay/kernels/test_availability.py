@@ -1,4 +1,4 @@
-"""Messages about unusable libraries, which are imported as late as possible."""
+"""Messages explain unusable libraries, and libraries are imported as late as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions compiled once per kind of call, beyond `torch.compile`'s limit of recompilations."""
+"""Functions are compiled once per kind of call, beyond the limit of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_one(tensor: Tensor, *, twice: bool = False) -> Tensor:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
-    """Options and threads of every compilation; graphs run as traced, which is cheap."""
+    """Options and threads of every compilation. Traced graphs run uncompiled, which is cheap."""
     from torch._inductor import config
 
     compiled: list[dict[str, object]] = []
@@ -74,6 +74,6 @@ def test_the_compiler_is_imported_without_looking_for_garbage() -> None:
         "import gc, sys; from replay.kernels.compiled_functions import import_compiler;"
         "found = []; gc.callbacks.append(lambda *each: found.append(each));"
         "import_compiler(); assert 'torch._dynamo' in sys.modules; assert gc.isenabled();"
-        "assert len(found) < 10, len(found)"  # kernels right after it; each counts twice
+        "assert len(found) < 10, len(found)"  # each collection counts twice
     )
     subprocess.run([sys.executable, "-c", code], check=True)

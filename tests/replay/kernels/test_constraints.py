@@ -1,4 +1,4 @@
-"""Constraints on calls, and masks that count as padding."""
+"""Constraints refuse calls with a reason, and some masks count as padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from replay.kernels.constraints import (
 MakeCall = Callable[..., AttentionCall]
 ANY_MASK = torch.rand(9, 13) < 0.5
 
-# Tests of adapters check the other sentences.
+# Tests of adapters check the sentences of other constraints.
 REFUSED: list[tuple[Constraint, dict[str, Any], str]] = [
     (max_queries(8), {}, "decode only: at most 8 queries per sequence, not 9"),
     (constraints.no_negative_scale, {"scale": -0.5}, "scale -0.5: must not be negative"),
@@ -59,7 +59,7 @@ def test_calls_at_the_limit_are_allowed(make_call: MakeCall) -> None:
 
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
-    """A 16-bit query over an 8-bit cache, for instance."""
+    """A call may have, for instance, a 16-bit query and an 8-bit cache."""
     call = make_call(dtype=torch.float16)
     call = call.with_tensors({name: call.tensors()[name].to(torch.float8_e4m3fn)})
     reason = constraints.half_precision(call)
@@ -78,7 +78,7 @@ def test_all_of_returns_the_first_reason(make_call: MakeCall) -> None:
 
 
 def rows(*patterns: str) -> Tensor:
-    """A mask (B, 1, 1, Sk): `##..` is two keys and two of padding."""
+    """Return a mask (B, 1, 1, Sk); `##..` stands for two keys followed by two keys of padding."""
     return torch.tensor([[[[mark == "#" for mark in pattern]]] for pattern in patterns])
 
 

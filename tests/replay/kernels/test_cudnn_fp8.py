@@ -1,4 +1,4 @@
-"""`cudnn-fp8` against a stand-in with the parameters of nvidia-cudnn-frontend 1.32."""
+"""`cudnn-fp8` runs on a stand-in with the parameters of nvidia-cudnn-frontend 1.32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAM = 17
 
 
 class Node:
-    """cuDNN's tensor of a graph."""
+    """Stand-in for a tensor of a cuDNN graph."""
 
     def __init__(self, **known: Any) -> None:
         self.known = known
@@ -41,7 +41,7 @@ class Node:
 
 @pytest.fixture
 def graphs(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs built with cuDNN's stand-in."""
+    """Graphs that were built with cuDNN's stand-in."""
     built: list[Any] = []
 
     class PyGraph:

@@ -1,4 +1,4 @@
-"""Exceptions in rows: a status, and one line that fits a table."""
+"""An exception becomes a row's status and one line that fits a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3 and 4 as called by their adapters, against stand-ins (see conftest).
+"""The adapters of FlashAttention 2, 3 and 4 call stand-ins correctly (see conftest).
 
 The stand-ins have the parameters of flash-attn 2.8, of `hopper/`'s
 `flash_attn_interface.py`, and of flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
@@ -201,7 +201,7 @@ SUPPORT: list[tuple[str, str, dict[str, str], set[str]]] = [
         VARLEN | PACKED_LENGTHS | PAGES | PAGES_PACKED,
     ),
 ]
-"""Library, kernel, kinds of call that it refuses with reasons, and supported calls beyond SDPA."""
+"""Library, kernel, reasons by unsupported kind of call, and supported calls beyond SDPA."""
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_flash_mla_refuses_a_value_outside_the_key_when_called() -> None:
 
 @pytest.fixture
 def flash_mla(install: Install) -> None:
-    """FlashMLA 1.0.0 of 2026 (`flash_mla/flash_mla_interface.py`), dense."""
+    """Install a stand-in for dense FlashMLA 1.0.0 of 2026 (`flash_mla/flash_mla_interface.py`)."""
 
     def get_mla_metadata(*args: Any) -> tuple[str, None]:
         lengths, queries_per_head, kv_heads = args
@@ -313,7 +313,7 @@ def test_flash_mla_is_for_hopper(unavailable: Unavailable) -> None:
 
 @pytest.fixture
 def varlen_attn(install: Install) -> None:
-    """varlen_attn of PyTorch 2.13."""
+    """Install a stand-in for `varlen_attn` of PyTorch 2.13."""
 
     @parameters(
         "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), "
@@ -337,7 +337,7 @@ def test_torchs_varlen_attn(unavailable: Unavailable) -> None:
 
 
 def test_an_older_varlen_attn(install: Install, unavailable: Unavailable) -> None:
-    """varlen_attn of PyTorch 2.10, and one without grouped heads."""
+    """Test `varlen_attn` of PyTorch 2.10, and a version without grouped heads."""
 
     def without_windows(query: Tensor, is_causal: bool = False) -> None: ...
 
@@ -364,14 +364,14 @@ def test_quantise_keeps_what_float8_can() -> None:
     assert descale.shape == (2, 3)
     back = quantised.float().unflatten(2, (3, 2)) * descale[:, None, :, None, None]
     largest = tensor.unflatten(2, (3, 2)).abs().amax(dim=(1, 3, 4))[:, None, :, None, None]
-    # Half a step of the coarsest 3-bit mantissa, of the largest element of the group.
+    # The limit is half a step of a 3-bit mantissa at the largest element of the group.
     assert bool(((back - tensor.unflatten(2, (3, 2))).abs() <= largest / 16).all())
     assert bool(back.isfinite().all())
 
 
 @pytest.fixture
 def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """PyTorch's registry with recording stand-ins for FA3 and FA4; returns the log of changes."""
+    """Add recording stand-ins for FA3 and FA4 to PyTorch's registry. Return the log of changes."""
     log: list[str] = []
     active: list[str] = []
 
@@ -419,7 +419,7 @@ def test_activation_is_tried(
     monkeypatch: pytest.MonkeyPatch,
     install: Install,
 ) -> None:
-    """Without the trial, an adapter that does not fit the installed library would fail later."""
+    """Without a trial, an adapter that does not fit the installed library would only fail later."""
     assert unavailable("torch-fa4", 8, 6) == (
         "needs compute capability 9.0 or 10.0 (this GPU has 8.6)"
     )

@@ -1,4 +1,4 @@
-"""Kernels with options, named `name[option=value]`."""
+"""Kernels take options in their names, as in `name[option=value]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""xFormers, Transformer Engine, FlashInfer and Hub kernels as called by their adapters.
+"""The adapters of xFormers, Transformer Engine, FlashInfer and Hub kernels call them correctly.
 
-Against stand-ins (see conftest) with the parameters of xformers 0.0.35, flashinfer-python 0.6.6,
-kernels 0.17.2 and NVIDIA/TransformerEngine's `main` branch.
+The tests use stand-ins (see conftest) with the parameters of xformers 0.0.35, flashinfer-python
+0.6.6, kernels 0.17.2 and NVIDIA/TransformerEngine's `main` branch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OTHER_HEAD_DIMS = {
 @pytest.fixture
 def xformers(install: Install) -> None:
     class LowerTriangularMask:
-        """Aligned top left."""
+        """Causal mask aligned top left."""
 
     class LowerTriangularFromBottomRightMask:
         pass
@@ -102,7 +102,7 @@ def xformers(install: Install) -> None:
         return output.transpose(1, 2).unflatten(2, heads)
 
     def aligned(bias: Any, query: Tensor, key: Tensor) -> Any:
-        """Return the mask of a tensor, which the library's kernels read in units of 16 bytes."""
+        """Check that kernels can read a tensor bias 16 bytes at a time, and return it as BHSD."""
         if not isinstance(bias, Tensor):
             return bias
         assert bias.dtype == query.dtype
@@ -113,7 +113,7 @@ def xformers(install: Install) -> None:
         return bias.flatten(1, -3).float()
 
     def biased(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Any) -> Tensor:
-        """Attend to BHSD tensors with a bias of the library."""
+        """Attend to BHSD tensors with one of the library's biases."""
         tensors = (query, key, value)
         if bias is None or isinstance(bias, Tensor):
             return textbook(*tensors, scale, mask=bias)
@@ -182,7 +182,7 @@ NARROW_KEYS = "value head_dim 64 differs from query head_dim 32"
             replace(LIBRARY_CALLS["packed"], variant=BOTH_WAYS),
             "a window over packed sequences that is not causal",
         ),
-        # Windows are FlashAttention's alone.
+        # Only xFormers' FlashAttention supports windows.
         ("xformers", _window(dtype=torch.float32), f"a window with {REFUSED['float32']}"),
         ("xformers", _window(v_head_dim=64), f"a window with {NARROW_KEYS}"),
         ("xformers", _window(head_dim=264), "a window with head_dim 264: at most 256"),
@@ -224,12 +224,12 @@ def test_xformers_without_its_compiled_part(
 
 
 def _as_if_contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory as contiguous, since TE 2.20.2's fused backend ignores strides."""
+    """Reinterpret memory as contiguous, because TE 2.20.2's fused backend ignores strides."""
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
 class DotProductAttention:
-    """DotProductAttention of Transformer Engine, with the arguments that the adapter may use."""
+    """Stand-in for Transformer Engine's class, with the arguments that the adapter may use."""
 
     @parameters(
         "self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, *, "
@@ -272,7 +272,7 @@ class DotProductAttention:
 
 @pytest.fixture
 def te(install: Install, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that makes it importable; environment variables are restored."""
+    """Return a function that makes the library importable; environment variables are restored."""
     for switch in transformer_engine.SWITCHES.values():
         monkeypatch.setenv(switch, "1")
 
@@ -329,7 +329,7 @@ def test_checks_choose_no_backend(te: Callable[[], None], unavailable: Unavailab
 
 @pytest.fixture
 def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand-in for FlashInfer; returns the log of plans, runs and packings."""
+    """Install a stand-in for FlashInfer and return its log of plans, runs and packings."""
     log: list[str] = []
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     flashinfer._workspace.cache_clear()
@@ -376,7 +376,7 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             assert given.qo_indptr.dtype == given.kv_indptr.dtype == torch.int32
             log.append("plan")
             given.self.planned = given
-            if given.custom_mask is not None:  # otherwise the last mask stays, as in the library
+            if given.custom_mask is not None:  # else the last mask stays, as in the library
                 assert given.self.backend == "fa2"
                 assert given.custom_mask.ndim == 1
                 given.self.mask = given.custom_mask
@@ -511,7 +511,7 @@ def test_flashinfer_decodes_pages_of_the_wanted_size(planned: list[str]) -> None
 
 @pytest.fixture
 def kernels_package(install: Install, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stand-in for the package `kernels` with three cached kernels; returns the log of requests."""
+    """Install a stand-in for `kernels` with three cached kernels. Return the log of requests."""
     asked: dict[str, Any] = {}
     import huggingface_hub.constants
 
@@ -578,7 +578,7 @@ def test_failure_is_reported(
         "hub.example cannot be reached (timed out), and not in the cache: no snapshot"
     )
     assert kernels_package["address"] == ("hub.example", 8443)
-    # A proxy is asked first if there is one.
+    # If there is a proxy, it gets the request first.
     hub._fetch.cache_clear()
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     unavailable("hub:kernels-community/sage-attention")

@@ -1,4 +1,4 @@
-"""Our own kernels, run by the replay."""
+"""The replay runs our own kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CHECKED_BEFOREHAND = (
     "at most 16 queries",
     "float32",
 )
-"""Reasons that a drop-in does not check at every call, to save time."""
+"""Reasons that a drop-in does not check at every call, because checks take time."""
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""Names of kernels: their syntax, and suggestions for misspelt names."""
+"""Kernel names have a syntax, and misspelt names get suggestions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""SageAttention 1, 2, 3 and SpargeAttn as called by their adapters, against stand-ins.
+"""The adapters of SageAttention 1, 2, 3 and SpargeAttn call stand-ins correctly.
 
 Stand-ins have the parameters of sageattention 1.0.6 and of the `main` branches of
-thu-ml/SageAttention and thu-ml/SpargeAttn, and their habits: keys changed in place, masks ignored.
-The stand-ins do not quantise, so a correct adapter gives an exact output.
+thu-ml/SageAttention and thu-ml/SpargeAttn. They also change keys in place and ignore masks, as the
+libraries do. The stand-ins do not quantise, so a correct adapter gives an exact output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPILED = 'q, k, v, q_scale, k_scale, *, tensor_layout="HND", output_dtype=torc
 
 
 def _forward(causal: bool) -> Callable[..., Tensor]:
-    """Return a compiled kernel; its scale of the query is that of the scores."""
+    """Return a compiled kernel, which takes the scale of the scores as the query's scale."""
 
     @parameters(COMPILED)
     def run(given: SimpleNamespace) -> Tensor:
@@ -104,16 +104,16 @@ COMPILED_PARTS = {
     },
     "sm90_compile": {f"{FP8}f32_fuse_v_scale_attn_inst_buf": 1},
 }
-"""Compiled functions by module, with their numbers of tensors between scales and options."""
+"""Number of tensors between a compiled function's scales and options, by module and function."""
 
 
 @pytest.fixture
 def sage_2(install: Install) -> Calls:
-    """Return the options of all calls, in order."""
+    """Install a stand-in for SageAttention 2 and return the options of all calls, in order."""
     calls: Calls = []
 
     def library_function(name: str, options: str = "") -> Callable[..., Tensor]:
-        """Return a function with `options` beyond the common parameters, which are logged."""
+        """Return a function that logs its calls and has `options` besides the common parameters."""
 
         @parameters(f"{COMMON}, {options}")
         def function(given: SimpleNamespace) -> Tensor:
@@ -155,7 +155,7 @@ def sage_2(install: Install) -> Calls:
         return lambda *tensors, **options: (_forward(causal)(*tensors, **options), torch.empty(0))
 
     def compiled(name: str, extra: int) -> Callable[..., Tensor]:
-        """Return a compiled function with `extra` tensors between its scales and its numbers."""
+        """Return a compiled function with `extra` tensors between its scales and its options."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Tensor:
             _, sizes, *tensors = rest[: 2 + extra]

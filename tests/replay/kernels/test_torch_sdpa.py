@@ -1,4 +1,4 @@
-"""PyTorch's own kernels and FlexAttention compared with the reference, on CPU backends."""
+"""PyTorch's own kernels and FlexAttention agree with the reference on the CPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
     with pytest.raises(RuntimeError, match="No available kernel"):
         flash.attention(**call.arguments())
     assert flash.unsupported(make_call()) is None
-    # Compiled kernels give the same reason.
+    # The compiled kernel gives the same reason as the eager kernel.
     assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
 
 
@@ -132,7 +132,7 @@ def test_a_restriction_costs_little_beside_a_short_call(make_call: MakeCall) -> 
 
 @pytest.mark.slow
 def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
-    """PyTorch's compile cache must not answer `torch-math-compiled` with flash's graph.
+    """PyTorch's compile cache must not return flash's graph for `torch-math-compiled`.
 
     In bfloat16 the two backends differ in the last bits; compiled flash has the same bits as flash.
     """
@@ -147,14 +147,14 @@ def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
     assert not torch.equal(flash, math)
     assert torch.equal(outputs["torch-flash-compiled"], flash)
     assert not torch.equal(outputs["torch-math-compiled"], flash)
-    # Math compiled differs from eager math by the order of float32 sums at most.
+    # Compiled math differs from eager math at most by the order of float32 sums.
     from_math = (outputs["torch-math-compiled"] != math).sum()
     assert from_math < 0.1 * (outputs["torch-math-compiled"] != flash).sum()
     check("torch-math-compiled", call)
 
 
 def test_flex_against_the_oracle(make_call: MakeCall) -> None:
-    """Each kind takes a separate compilation, so there is only one kind per code path."""
+    """Each kind of call is compiled separately, so there is only one kind per code path."""
     assert catalogue()["flex"].unavailable(torch.device("cpu")) is None
     for kind in (
         {"q_heads": 4, "kv_heads": 2, "q_len": 40, "kv_len": 70, "is_causal": True},

@@ -1,4 +1,4 @@
-"""Kernels of users: functions in a file, and packages that offer kernels."""
+"""Users' kernels come from functions in a file, or from packages that offer kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.fixture
 def run(run_cli: RunCli) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Return the rows of a run in this process, by kernel."""
+    """Return a function that runs kernels in this process and returns the rows by kernel."""
 
     def rows(kernels: str, *arguments: str) -> dict[str, dict[str, Any]]:
         code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", kernels, "--json", "-", *arguments)
@@ -58,7 +58,7 @@ Run = Callable[..., dict[str, dict[str, Any]]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Current directory with the two files above."""
+    """Return the current directory, which contains `my_file.py` and `picky.py`."""
     (tmp_path / "my_file.py").write_text(MINE)
     (tmp_path / "picky.py").write_text(PICKY)
     monkeypatch.chdir(tmp_path)
@@ -75,7 +75,7 @@ def test_a_function_in_a_file(run: Run, folder: Path) -> None:
 
 
 def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
-    """Constraints work as for our own kernels, and a file may import its neighbours."""
+    """Constraints work as they do for our own kernels, and a file may import its neighbours."""
     row = run("picky.py:attention")["picky.py:attention"]
     assert row["status"] == "ok"  # judged by the rule for quantised kernels
     assert row["core_time_ms"]["n"] == 3
@@ -167,7 +167,7 @@ def test_failed_import_fails_the_same_way_again(folder: Path) -> None:
 @pytest.fixture
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A distribution that offers a kernel, one with constraints, and one that is broken."""
-    monkeypatch.setattr(registry, "_kernels", dict(catalogue()))  # undone later
+    monkeypatch.setattr(registry, "_kernels", dict(catalogue()))  # restored after the test
     information = folder / "offer-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Name: offer\nVersion: 1.0\n")
@@ -190,7 +190,7 @@ def test_a_package_offers_kernels(run: Run) -> None:
         "offered-picky": "unsupported",
         "offered-broken": "error",
         "offered-nothing": "error",
-        "torch-math": "ok",  # our kernel is not replaced
+        "torch-math": "ok",  # the package does not replace our kernel
         "torch-default": "ok",
     }
     assert rows["offered-picky"]["reason"] == "causal calls"

@@ -1,4 +1,4 @@
-"""Kernels on calls with features beyond SDPA."""
+"""Kernels support or refuse calls with features beyond SDPA."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_feature_has_a_call_here() -> None:
     ids=lambda kernel: kernel.name,
 )
 def test_unknown_features_are_refused_by_name(kernel: Kernel) -> None:
-    """`refuses` names the feature, and the drop-in raises an error."""
+    """`Kernel.refuses` names the feature, and the drop-in raises an error."""
     for call in CALLS.values():
         unknown = [FEATURES[name] for name in call.features if name not in kernel.features]
         if not unknown:

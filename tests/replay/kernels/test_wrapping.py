@@ -1,4 +1,4 @@
-"""SDPA's signature around adapters, and the same wording for the same reason."""
+"""Adapters are wrapped in SDPA's signature, and equal reasons have equal wording."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_signature_is_sdpas() -> None:
 
 
 class Recorder(list[Arguments]):
-    """The arguments that a drop-in passed to its adapter."""
+    """Adapter that records the arguments that its drop-in passes."""
 
     def __call__(self, arguments: Arguments) -> Tensor:
         self.append(arguments)
@@ -72,7 +72,7 @@ BASES: list[dict[str, Any]] = [
     {"q_len": 1, "batch": 2},
     {"q_len": 160, "batch": 2, "attn_mask": PADDING[:, None, None]},
 ]
-"""Every kernel supports at least one of these calls."""
+"""Basic calls; every kernel supports at least one of them."""
 
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout makes the output random, so it cannot be judged"),
@@ -114,7 +114,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "float64": ({"dtype": torch.float64}, "dtype float64: needs [a-z0-9, ]* or [a-z0-9]*"),
     "queries": ({"q_len": 150, "kv_len": 160}, "decode only: .* per sequence, not 150"),
 }
-"""Calls that a kernel may not support, and the sentences about them."""
+"""Changes to a call that a kernel may not support, and the sentence that explains why."""
 
 ADAPTED = [
     name
@@ -122,8 +122,8 @@ ADAPTED = [
     if kernel.library and not kernel.variant_of
     if not name.startswith("torch-") and name != "flash-mla"
 ]
-"""Library kernels, with two exceptions: wrappers of PyTorch's SDPA only repeat PyTorch's reasons,
-and FlashMLA supports no SDPA call."""
+"""Kernels of libraries. Two kinds are left out: wrappers of PyTorch's SDPA, which repeat PyTorch's
+reasons, and FlashMLA, which supports no SDPA call."""
 
 
 def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:
@@ -162,7 +162,7 @@ def test_no_drop_in_ignores_an_argument(make_call: MakeCall, name: str) -> None:
     for feature in ("dropout", "mask", "causal", "mask and causal", "scale"):
         call = supported(kernel, make_call, **FEATURES[feature][0])
         reason = kernel.unsupported(call)
-        # Masks are not checked for padding at every call, because that waits for the GPU.
+        # Masks are not checked for padding at every call, because a check would wait for the GPU.
         if reason is not None and "padding mask" not in reason:
             with pytest.raises(NotImplementedError, match="^" + re.escape(reason)):
                 kernel.attention(**call.arguments())
