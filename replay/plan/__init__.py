@@ -1,1 +1,1 @@
-"""Plans: the fastest kernel for every layer within an error budget."""
+"""Plans, which name the fastest kernel within an error budget for every layer."""

@@ -1,4 +1,4 @@
-"""Matches the calls of a census, which counts all calls of a model, with the replayed calls."""
+"""Matching of a census, which counts all calls of a model, with the replayed calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from capture.recording.sampling import PHASES
 from replay.rows.row import CallFacts, KernelId, Mask, Row
 
 REACH = 1.25
-"""Maximum ratio between a key length and a replayed length whose time may stand for it.
+"""Maximum ratio between a key length and the nearest replayed one for the two to share a time.
 
-Times are never extrapolated: the slope between two nearby lengths is mostly noise.
+Times are not extrapolated, because the slope between two nearby lengths is mostly noise.
 """
 
 
@@ -25,14 +25,14 @@ class CensusError(Error):
 
 @dataclass(frozen=True)
 class Counted:
-    """Row of the census, and the replayed calls that represent it."""
+    """Row of the census, with the replayed calls that represent it."""
 
     module: str
     phase: str
     calls: int
-    """Calls per run of the model."""
+    """Number of calls per run of the model."""
     shares: Mapping[str, float]
-    """Share of each replayed call by name; the sum is 1. Empty if no replayed call matches."""
+    """Shares of the replayed calls, by name, with a sum of 1; empty if no replayed call matches."""
 
 
 def match(
@@ -40,14 +40,14 @@ def match(
 ) -> list[Counted]:
     """Match every row of a census with replayed calls of the same phase and signature.
 
-    Only the key length may differ, as in a growing cache. Calls of the exact key length are
-    preferred, then linear interpolation between two lengths around it, then the nearest length
-    within `REACH`. Calls of the same length have equal shares.
+    Only the key length may differ, because a cache grows. The first choice is calls of the exact
+    key length, the second is interpolation between the lengths below and above it, the third is
+    the nearest length within `REACH`. Calls of the same length have equal shares.
 
     Args:
-        census: as `capture.hooks.census.Census.to_json` writes it.
+        census: census of the model, in the form of `capture.hooks.census.Census.to_json`.
         replayed: calls of the same recording and model.
-        own_first: prefer calls of the same module to those of other modules.
+        own_first: prefer replayed calls of the same module to those of other modules.
 
     Raises:
         CensusError: the census is empty, e.g. because the manifest was rebuilt.
@@ -63,7 +63,7 @@ def match(
     counted = []
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
-        # A call repeated by a backward pass costs the same as the first time.
+        # A call that a backward pass repeats costs the same as the original call.
         phases = PHASES if row["phase"] == RECOMPUTE else (row["phase"],)
         pool = [
             call
@@ -78,10 +78,10 @@ def match(
 
 
 class RowsByCall:
-    """Rows by call and kernel, for a model that makes its calls as recorded.
+    """Rows by call and kernel, for predicting a model that makes its calls as recorded.
 
-    A kernel that ran a call only without its mask (`Row.restated_as`) counts as not supporting this
-    call. Rows of unreadable calls are left out.
+    A kernel that ran a call only with its mask rewritten (`Row.restated_as`) counts as not
+    supporting that call. Rows of unreadable calls are left out.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -125,7 +125,7 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
 def _kind(
     phase: str, shape: Shape, dtype: str, is_causal: bool, mask: Mask | None, beyond: str
 ) -> tuple[object, ...]:
-    """Return all properties that determine cost, except the key length in shape and mask."""
+    """Return all properties that determine a call's cost, except the key length."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
         mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
     return (phase, shape._replace(kv_len=0), dtype, is_causal, mask, beyond)
@@ -148,7 +148,7 @@ def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, floa
 
 
 def _between(pool: Sequence[CallFacts], low: int, high: int, kv_len: int) -> dict[str, float]:
-    """Interpolate linearly in key length between the calls of two (possibly equal) lengths."""
+    """Return shares that interpolate linearly between calls of two (possibly equal) key lengths."""
     towards_high = (kv_len - low) / (high - low) if high > low else 0.0
     shares: dict[str, float] = {}
     for length, share in ((low, 1 - towards_high), (high, towards_high)):

@@ -1,7 +1,7 @@
-"""Makes plans: for every layer, the fastest kernel within an error budget.
+"""Maker of plans: for every layer, the fastest kernel within an error budget.
 
-Errors depend on values, which differ between layers, so they come from a layer's own calls. Times
-depend on sizes, so they are pooled over all layers with matching calls.
+Errors depend on values, which differ between layers, so a layer's errors come from its own calls.
+Times depend on sizes, so times are pooled over all layers with matching calls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ class _Cost(NamedTuple):
 
     choice: LayerChoice
     """Choice of this kernel. Its time is the baseline's if the kernel does not support one of the
-    layer's calls, and None if the kernel failed or is wrong, or no replayed call matches."""
+    layer's calls; it is None if the kernel failed or is wrong, or if no replayed call matches."""
     status: Status | None
-    """`ok` if all recorded calls of the layer are ok, otherwise another status; None without
-    calls."""
+    """Worst status on the layer's recorded calls; None if the layer has none."""
     reason: str
     """Reason why the status is not `ok`, or why there is no time."""
     overwrites: tuple[str, ...]
-    """Inputs that the kernel changes and later calls read again, which rules the kernel out."""
+    """Inputs that the kernel changes although later calls read them; if any, it is not chosen."""
     saved_ms: float | None
     """Time saved per run; negative if the kernel is slower, None if it failed or is wrong."""
 
@@ -43,18 +42,18 @@ def choose(
 ) -> Plan:
     """Choose, for every layer of a census, the fastest kernel within the budget.
 
-    A kernel's error at a layer is the worst over the layer's calls. A kernel that was not ok on one
-    of them, or that overwrites inputs of later calls (`Row.overwrites`), is never chosen there. Of
-    kernels that tie with the fastest, the baseline is preferred, then the first in the order of the
-    rows. A layer without replayed calls, or with no kernel within the budget, keeps the baseline;
-    the baseline itself must be within the budget to be preferred to a slower kernel. A plan runs in
-    one process, so kernels replayed in other environments are not chosen.
+    A kernel's error at a layer is its worst error over the layer's calls. A kernel that was not ok
+    on a call, or that overwrites inputs of later calls (`Row.overwrites`), is never chosen for that
+    layer. If kernels tie with the fastest, the baseline is preferred, then the first in the rows. A
+    layer without replayed calls, or with no kernel within the budget, keeps the baseline. Otherwise
+    the baseline must be within the budget too. A plan runs in one process, so kernels replayed in
+    other environments are not chosen.
 
     Args:
-        rows: the replay of one recording and model, with samples.
-        census: census of that model, as `capture.hooks.census.Census.to_json` writes it.
+        rows: rows from a replay of one model's recording, with their samples.
+        census: census of the model, in the form of `capture.hooks.census.Census.to_json`.
         baseline: the kernel that the model itself uses.
-        exclusive: kernels that cannot share a process (`Kernel.own_process`): the plan uses only
+        exclusive: kernels that cannot share a process (`Kernel.own_process`). The plan uses only
             the one that saves most.
 
     Returns:
@@ -95,18 +94,18 @@ def choose(
 
 @dataclass(frozen=True)
 class Uniform:
-    """One kernel used at every layer; the counts are numbers of layers."""
+    """Results of using one kernel at every layer; all counts are numbers of layers."""
 
     kernel: str
     saved_ms: float | None
     """Predicted time saved per run; None if the kernel failed or is wrong on a call."""
     inside: int
     outside: int
-    """Layers where the kernel is wrong, or correct but outside the budget."""
+    """Layers where the kernel is wrong or outside the budget."""
     falls_back: int
     """Layers where the kernel is not supported, so that the model's own attention runs."""
     failed: int
-    """Layers where the kernel crashed, ran out of memory, was not timed …"""
+    """Layers where the kernel failed, such as by a crash or for lack of memory."""
     not_captured: int
     """Layers without a replayed call, where the kernel's error is unknown."""
     worst_module: str
@@ -114,7 +113,7 @@ class Uniform:
     worst_phase: str
     worst_figure: float | None
     reason: str
-    """Reason at the first layer where the kernel failed, is wrong or falls back."""
+    """Reason from the first layer where the kernel failed, is wrong or falls back."""
     overwrites: int = 0
     """Number of layers that fit the budget but are excluded from `inside`, because later calls read
     inputs that the kernel changes."""
@@ -123,7 +122,7 @@ class Uniform:
 def uniform(
     rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
 ) -> list[Uniform]:
-    """Evaluate each kernel used at every layer, the baseline first.
+    """Evaluate the use of each kernel at every layer, with the baseline first.
 
     Kernels that are unavailable at every layer are left out.
 
@@ -170,7 +169,7 @@ def _uniform(kernel: str, costs: Sequence[_Cost], budget: Budget) -> Uniform:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Layer with its replayed calls."""
+    """Layer with the rows and calls that its choice depends on."""
 
     model: str
     weights: str
@@ -178,7 +177,7 @@ class _Layer:
     phase: str
     baseline: str
     kernels: list[str]
-    """Kernels, the baseline first."""
+    """Names of all kernels, with the baseline first."""
     replayed: RowsByCall
     counted: list[Counted]
     captured: list[str]
@@ -251,7 +250,7 @@ def _cost(layer: _Layer, kernel: str, budget: Budget) -> _Cost:
 
 
 def _known(layer: _Layer) -> tuple[int, float]:
-    """Return the number of calls per run with matching replayed calls, and their baseline time."""
+    """Return the number of calls per run that match replayed calls, and their baseline time."""
     known = [counted for counted in layer.counted if counted.shares]
     total = sum(
         counted.calls * share * ms
@@ -263,10 +262,10 @@ def _known(layer: _Layer) -> tuple[int, float]:
 
 
 def _saved_ms(layer: _Layer, kernel: str) -> float | None:
-    """Return the time saved per run, from the calls on which the kernel ran.
+    """Return the time saved per run, computed from the calls on which the kernel ran.
 
-    None if the kernel ran on none of the replayed calls that represent a counted call. Errors and
-    failures in other layers do not matter here.
+    Return None if the kernel has no time for a row of the census although it supports a matching
+    call. Calls that the kernel does not support save no time.
     """
     saved = 0.0
     for counted in layer.counted:
@@ -292,7 +291,7 @@ def _ms(layer: _Layer, call: str, kernel: str) -> float | None:
 
 
 def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
-    """Return the worst status on the layer's own calls: failed, inaccurate, then unsupported."""
+    """Return the worst status on the layer's own calls (failed, inaccurate, then unsupported)."""
     if not layer.captured:
         return None, ""
     found: list[tuple[Status, str]] = []
@@ -319,7 +318,7 @@ def _worst(layer: _Layer, kernel: str) -> Worst | None:
 
 
 def _best(layer: _Layer, costs: Sequence[_Cost]) -> _Cost:
-    """Choose from the costs at a layer; the baseline's cost comes first."""
+    """Choose from the kernels' costs at a layer, which start with the baseline's cost."""
     timed = [cost for cost in costs if cost.choice.inside and cost.choice.time_ms is not None]
     if not timed:
         return costs[0]
@@ -332,7 +331,7 @@ def _best(layer: _Layer, costs: Sequence[_Cost]) -> _Cost:
 
 
 def _left_out(costs: Iterable[_Cost]) -> dict[str, str]:
-    """State why the fastest kernels that overwrite inputs are not chosen."""
+    """Return the reasons why the fastest kernels are not chosen if they overwrite inputs."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for cost in costs:
         if cost.overwrites:
@@ -346,7 +345,7 @@ def _left_out(costs: Iterable[_Cost]) -> dict[str, str]:
 
 
 def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
-    """Return True if the rounds of the layer's matching calls show no relevant difference."""
+    """Return True if the rounds of the layer's calls show no relevant difference in speed."""
     paired: list[list[float]] = []
     unpaired: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
@@ -364,7 +363,7 @@ def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
 
 
 def _is_faster(one: Row, other: Row) -> bool:
-    """Compare rows of two processes, whose rounds are not paired, by their baseline speed-ups."""
+    """Compare, by speed-up over the baseline, rows of two processes, whose rounds are unpaired."""
     mine, others = _interval(one), _interval(other)
     if mine is None or others is None:
         return False
@@ -373,7 +372,7 @@ def _is_faster(one: Row, other: Row) -> bool:
 
 
 def _interval(row: Row) -> MedianInterval | None:
-    """Return the interval of a row's speed-up; a row without one belongs to the baseline itself."""
+    """Return the interval of a row's speed-up, which is exactly 1 for the baseline's own row."""
     if row.speedup is None:
         return MedianInterval(1.0, 1.0)
     if row.speedup.low is None or row.speedup.high is None:

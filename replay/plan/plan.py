@@ -1,4 +1,4 @@
-"""Plan: the kernel for each layer, and the error budget used for the choice.
+"""Plan, which names a kernel for each layer, and the error budget of the plan.
 
 A layer is a module in a phase. `replay.plan.choose` makes plans, `replay.use_plan` applies them.
 """
@@ -19,7 +19,7 @@ from replay.rows.row_files import plain, rebuilt
 FORMAT = "attention-replay-plan/1"
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
-"""Metrics that a budget can limit, with example limits: cosine from below, others from above."""
+"""Metrics that a budget can limit, with example limits: a minimum for cosine, else a maximum."""
 
 HOW = "make one with `replay plan --dir DIR --budget cosine=0.998`"
 
@@ -30,7 +30,7 @@ class PlanError(Error):
 
 @dataclass(frozen=True)
 class Budget:
-    """Maximum error of an output relative to the reference."""
+    """Limit of one metric for an output's error relative to the reference."""
 
     metric: str
     limit: float
@@ -45,7 +45,7 @@ class Budget:
         return figure <= self.limit
 
     def badness(self, figure: float) -> float:
-        """Return a key that grows as the value gets worse; NaN is worst."""
+        """Return a sort key that grows as the value gets worse; NaN is worst."""
         if math.isnan(figure):
             return math.inf
         return -figure if self.metric == "cosine" else figure
@@ -96,7 +96,7 @@ class Worst:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """A plan's choice for one layer."""
+    """Choice of a plan for one layer."""
 
     module: str
     phase: str
@@ -104,21 +104,21 @@ class LayerChoice:
     covered: bool
     """True if a call of this layer was replayed; otherwise the layer keeps the baseline."""
     inside: bool
-    """True if the choice is within the budget; False if neither a kernel nor the baseline is."""
+    """True if the chosen kernel is within the budget; False if no kernel is."""
     worst: Worst | None
     time_ms: float | None
     baseline_ms: float | None
     saved_ms: float
     """Predicted time saved per run."""
     calls: int
-    """Calls per run."""
+    """Number of calls per run of the model."""
     captured: int
-    """Number of recorded and replayed calls."""
+    """Number of the layer's calls that were recorded and replayed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernel for every layer; modules not named keep the baseline."""
+    """Kernel for every layer; modules that the plan does not name keep the baseline."""
 
     model: str
     weights: str
@@ -126,12 +126,12 @@ class Plan:
     baseline: str
     choices: list[LayerChoice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Kernels that would otherwise have been chosen, with the reasons for rejecting them."""
+    """Kernels rejected although they were the fastest at some layer, with the reasons."""
     device: str = ""
-    """Type of device that the plan was measured on (`replay.plan.plan_device`); may be empty."""
+    """Type of device that the plan was measured on (`replay.plan.plan_device`), or empty."""
 
     def kernel_at(self, module: str, phase: str) -> str:
-        """Return the kernel of a layer, as `replay.end_to_end.prediction.predict` requires."""
+        """Return the name of a layer's kernel."""
         for choice in self.choices:
             if (choice.module, choice.phase) == (module, phase):
                 return choice.kernel
@@ -139,13 +139,13 @@ class Plan:
 
     @property
     def kernels(self) -> list[str]:
-        """Return the plan's kernels, without the baseline."""
+        """Return the names of the plan's kernels, without the baseline."""
         used = dict.fromkeys(choice.kernel for choice in self.choices)
         return [kernel for kernel in used if kernel != self.baseline]
 
     @property
     def code(self) -> list[str]:
-        """Return the plan's kernels that are `file.py:function`, including the baseline."""
+        """Return the plan's kernels (or baseline) that are named `file.py:function`."""
         return [kernel for kernel in [self.baseline, *self.kernels] if ".py:" in kernel]
 
     @property

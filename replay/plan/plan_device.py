@@ -1,4 +1,4 @@
-"""Type of device that a plan is made for; times of one GPU say little about another."""
+"""Type of device that a plan is made for, because times on one GPU say little about another."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from replay.rows.row import Machine
 from replay.timing.machine import device_name
 
 CPU = "cpu"
-"""Type used for all processors."""
+"""Type of device that stands for every processor."""
 
 
 def measured_on(machine: Machine) -> str:
-    """Return the type of device behind a row: a GPU's name, `cpu`, or empty if unknown."""
+    """Return the type of device that a row comes from: a GPU's name, `cpu`, or empty if unknown."""
     return CPU if machine.threads else machine.device
 
 
 def type_of(device: torch.device) -> str:
-    """Return a GPU's name, or `cpu`."""
+    """Return the type of a device: a GPU's name, or `cpu`."""
     return CPU if device.type == CPU else device_name(device)
 
 
@@ -35,7 +35,7 @@ def types_at_hand(devices: Collection[torch.device]) -> list[str]:
 
 
 def mismatch(device: str, at_hand: Collection[str]) -> str:
-    """Describe a mismatch between plan and device; empty if the type is available or unknown."""
+    """Describe a mismatch of plan and device; return an empty string without a known mismatch."""
     if not device or device in at_hand:
         return ""
     return f"was made on {device}, and this is {' or '.join(at_hand)}"

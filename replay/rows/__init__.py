@@ -1,1 +1,1 @@
-"""The rows that a replay produces, one per kernel and call."""
+"""Rows, the results of a replay, one per kernel and call."""

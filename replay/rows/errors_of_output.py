@@ -1,4 +1,4 @@
-"""The errors of an output, as a row stores them."""
+"""Errors of a kernel's output, as a row stores them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 from replay.rows.meaning import Column, Meaning, digits, floored, nonzero
 
 AccuracyClass = Literal["exact", "quantised", "sparse"]
-"""Rule that an output is judged by."""
+"""Rule by which a kernel's output is judged."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of an output against a reference, both (B, H, S, Dv).
+    """Errors of an output relative to a reference, both of shape (B, H, S, Dv).
 
-    The cosine of two zero rows is 1; if only one row is zero, the cosine is 0. `relative_l1` is 0
-    if output and reference are zero, and infinite if only the reference is zero. A NaN row counts
-    as the worst row and makes the three row cosines NaN.
+    The cosine of two zero vectors is 1; if only one of them is zero, the cosine is 0. `relative_l1`
+    is 0 if output and reference are zero, and infinite if only the reference is. A row (query of a
+    head) with a NaN counts as the worst row, and all three row cosines are then NaN.
     """
 
     cosine: Annotated[float, "cosine similarity of the flattened outputs"]
@@ -42,14 +42,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Where:
-    """Locations of errors: relative L1 of every head in up to 64 ranges of queries."""
+    """Places of errors: relative L1 of every head in up to 64 ranges of queries."""
 
     worst: Annotated[float, "largest relative L1 of a head in one of 64 ranges of queries"]
     typical: Annotated[float, "median relative L1 over heads and ranges"]
     head: Annotated[tuple[int, int], "batch and head of the largest error"]
     queries: Annotated[tuple[int, int], "first and last query of the range with the largest error"]
     relative_l1: tuple[tuple[float, ...], ...]
-    """Values by head of each batch and by range of queries, with three digits; only in JSON."""
+    """Values by head (over all batches) and range of queries, to three digits; only in JSON."""
 
 
 _ERROR_COLUMNS = (
@@ -64,7 +64,7 @@ _ERROR_COLUMNS = (
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors against each available output."""
+    """Errors of a kernel's output relative to each available other output."""
 
     reference: Annotated[
         Errors,
@@ -88,7 +88,7 @@ class Accuracy:
     ] = None
 
     def against(self, which: str) -> Errors | None:
-        """Return the errors against `reference`, `captured`, or the named kernel."""
+        """Return the errors relative to `reference`, `captured`, or else the named kernel."""
         if which == "reference":
             return self.reference
         return self.captured if which == "captured" else self.kernel

@@ -1,6 +1,6 @@
-"""The list of a row's fields, made from the type `replay.rows.row.Row`.
+"""List of a row's fields, derived from the type `replay.rows.row.Row`.
 
-This module imports no torch, because `--help` shows `METRICS`.
+This module imports no torch, because `--help` uses `METRICS`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from replay.rows.meaning import Column, Meaning
 from replay.rows.row import Row
 
 SCHEMA = 2
-"""Version of the fields, stored in every row."""
+"""Version of the list of fields, stored in every row."""
 
 
 class Field(NamedTuple):
-    """Leaf of a row."""
+    """Single value of a row, such as `speedup.ratio`."""
 
     path: str
     unit: str
@@ -53,7 +53,7 @@ def _described(kind: type) -> Iterator[tuple[str, Any, Meaning]]:
 
 
 def _nested(hint: Any) -> type | None:
-    """Return the type in a hint that has fields of its own, if there is one."""
+    """Return the first type in a hint that has fields of its own; None without one."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
         if isinstance(option, type) and (is_dataclass(option) or hasattr(option, "_fields")):
@@ -65,20 +65,20 @@ FIELDS: list[Field] = [
     Field("schema", "", "version of this list of fields"),
     *_leaves(Row, "", Meaning("{}")),
 ]
-"""Leaves of a row's JSON by dotted path, in the order of CSV columns. Only JSON has the times of
-every round (`….samples`) and the errors by head and range (`accuracy.where.relative_l1`)."""
+"""Fields of a row, in the order of CSV columns. Only JSON also has the times of every round
+(`….samples`) and the errors by head and range (`accuracy.where.relative_l1`)."""
 
 COLUMNS: dict[str, Column] = dict(
     sorted(_columns(Row), key=lambda item: item[1].over_calls == "counts")
 )
-"""Columns of tables, by the path of the field; verdicts come last."""
+"""Columns of tables by the dotted path of the field; verdicts come last."""
 
 METRICS = (*dict.fromkeys(column.metric for column in COLUMNS.values()), "all")
-"""Values of `--metric`."""
+"""Values that `--metric` accepts for columns."""
 
 
 def leaf(row: dict[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of `row_to_json`'s tree; None if it is missing."""
+    """Return the value at a dotted path in the tree of `row_to_json`; None if there is none."""
     value: Any = row
     for part in path.split("."):
         if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The meanings of a row's fields, which each field declares as `Annotated[type, Meaning(...)]`."""
+"""Meanings of a row's fields, which each field declares as `Annotated[type, Meaning(...)]`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ COSINE_NOISE = 1e-12
 """Uncertainty of a cosine against a float32 or float64 reference."""
 
 FEW_ROUNDS = 10
-"""Number of rounds from which tables omit the number."""
+"""Minimum number of rounds for which tables show a dash instead of the number."""
 
 OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts", "same"]
-"""Rule by which one cell of a table combines several calls."""
+"""Rule by which a table cell combines the values of several calls."""
 
 OVER_CALLS: dict[OverCalls, str] = {
     "median": "the median of the calls",
@@ -28,34 +28,34 @@ OVER_CALLS: dict[OverCalls, str] = {
 
 
 class Column(NamedTuple):
-    """Column of the tables."""
+    """Column of a table that shows a field."""
 
     table: Literal["speed", "accuracy", "work", "machine"]
     metric: str
-    """Value of `--metric` that shows the column."""
+    """Value of `--metric` with which the column is shown."""
     heading: str
     form: Callable[[float], str] = str
     over_calls: OverCalls = "median"
     of: str = ""
-    """Name of the leaf to show, if the field has several leaves."""
+    """Name of the subfield to show, if the field has subfields."""
 
 
 class Meaning(NamedTuple):
     """Meaning of a field."""
 
     text: str
-    """Text in one line. If the field has subfields, `{}` stands for the texts of the subfields."""
+    """Explanation in one line. If the field has subfields, `{}` stands for a subfield's text."""
     unit: str = ""
     columns: tuple[Column, ...] = ()
 
 
 def digits(spec: str, factor: float = 1.0) -> Callable[[float], str]:
-    """Return a function that formats a column's values: `format(value * factor, spec)`."""
+    """Return a function that formats a column's values as `format(value * factor, spec)`."""
     return lambda value: format(value * factor, spec)
 
 
 def floored(places: int) -> Callable[[float], str]:
-    """Return a function that formats cosines; only 1, within float64's noise, gives 1.000000."""
+    """Return a function that rounds cosines down, so that only 1 (within noise) is shown as 1."""
 
     def form(value: float) -> str:
         if not math.isfinite(value):
@@ -66,10 +66,10 @@ def floored(places: int) -> Callable[[float], str]:
 
 
 def nonzero(value: float) -> str:
-    """Format a count, with a dash for zero."""
+    """Format a count; return a dash for zero."""
     return str(value) if value else "-"
 
 
 def few(value: float) -> str:
-    """Format a small number of rounds; a sufficient number becomes a dash."""
+    """Format a number of rounds; return a dash if it is at least `FEW_ROUNDS`."""
     return str(value) if value < FEW_ROUNDS else "-"

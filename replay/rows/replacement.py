@@ -1,4 +1,4 @@
-"""The replacement of a file in one step, so that an interruption keeps the old file."""
+"""Replacement of a file in one step, so that an interruption keeps the old file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import TextIO
 def replacing(path: Path) -> Iterator[TextIO]:
     """Yield a file that replaces the one at `path` when the `with` block ends.
 
-    If the block raises, the old file stays. Links are followed, and permissions are preserved.
-    Pipes, devices and `-` (stdout) are written directly.
+    If the block raises, the old file stays. A link keeps pointing to the file, which keeps its
+    permissions. Pipes, devices and `-` (stdout) are written directly.
 
     Raises:
         OSError: the file cannot be written.
@@ -30,11 +30,11 @@ def replacing(path: Path) -> Iterator[TextIO]:
             yield file
         return
     path = path.resolve()
-    # The name may have the maximum length of the file system, with no room for a suffix.
+    # The name may have the file system's maximum length, so nothing can be appended to it.
     written = path.with_name(f".{path.name[:25]}.{os.getpid()}.tmp")
     try:
         with written.open("w", encoding="utf-8") as file:
-            with contextlib.suppress(OSError):  # no old file, or no permissions to preserve
+            with contextlib.suppress(OSError):  # there may be no old file, or no permissions
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
         os.replace(written, path)

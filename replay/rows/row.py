@@ -1,4 +1,4 @@
-"""The row of one kernel on one call, as plain types without other parts of `replay`."""
+"""Row of one kernel on one call, made of types that need no other part of `replay`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = "this"
 """Name of the Python environment of the parent process."""
 
 CACHING = ("prefill", "decode")
-"""Phases of a language model, which keeps key and value in a cache."""
+"""Phases of a language model that keeps keys and values in a cache."""
 
 Status = Literal[
     "ok",
@@ -43,30 +43,30 @@ UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 
 
 class KernelId(NamedTuple):
-    """Kernel in a Python environment; each table line is about one."""
+    """Kernel in a Python environment; each line of a table is about one of these."""
 
     name: str
     environment: str = HERE
 
     def __str__(self) -> str:
-        """Format as the name, followed by `@` and the environment unless that is `this`."""
+        """Format the name, followed by `@` and the environment unless that is `this`."""
         return self.name if self.environment == HERE else f"{self.name}@{self.environment}"
 
 
 class Mask(NamedTuple):
-    """Description of an attn_mask."""
+    """Type and sizes of a call's `attn_mask`."""
 
     kind: Annotated[Literal["bool", "float"], "bool (True = attend) or float (added to the scores)"]
     sizes: Annotated[tuple[int, ...], "its shape"]
 
     def __str__(self) -> str:
-        """Format as `bool 1×1×64×64`."""
+        """Format the mask, such as `bool 1×1×64×64`."""
         return f"{self.kind} {'×'.join(map(str, self.sizes))}"
 
 
 @dataclass(frozen=True)
 class CallFacts:
-    """Facts in a row about its call."""
+    """Facts about the call of a row."""
 
     name: Annotated[str, "file of the recorded call, or number of the random shape"]
     model: Annotated[str, "model or suite that the call comes from"] = ""
@@ -102,14 +102,14 @@ class TimeSummary:
     iqr: Annotated[float, "interquartile range (p75 - p25) of"]
     n: Annotated[int, Meaning("number of samples of", "samples")]
     samples: tuple[float, ...]
-    """Times by round; only in JSON."""
+    """Time of each round; only in JSON."""
 
 
 @dataclass(frozen=True)
 class Speedup:
     """Speed of the candidate relative to the baseline, with a 95 % interval.
 
-    `replay.timing.statistics.speed_verdict` has the table of verdicts and reasons.
+    `replay.timing.statistics.speed_verdict` lists the verdicts and reasons.
     """
 
     ratio: Annotated[
@@ -135,13 +135,13 @@ class Speedup:
         return self.verdict in ("same", "ambiguous")
 
     def holds(self, ratio: float) -> bool:
-        """Return whether a ratio is in the interval; False if there is no interval."""
+        """Return True if a ratio is in the interval; False if it is not, or without an interval."""
         return self.low is not None and self.high is not None and self.low <= ratio <= self.high
 
 
 @dataclass(frozen=True)
 class SpeedupOver(Speedup):
-    """Speed-up with the name of its baseline."""
+    """Speed-up, and the name of the baseline that it is relative to."""
 
     vs: Annotated[str, "the baseline kernel"]
 
@@ -159,7 +159,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of one kernel's calls without gaps."""
+    """Energy that a kernel uses when called repeatedly without gaps."""
 
     mj: Annotated[float, Meaning("energy per call, including the idle power of the GPU", "mJ")]
     tflops_per_w: Annotated[float, Meaning("TFLOPS / mean power draw", "TFLOPS/W")]
@@ -169,19 +169,19 @@ class Energy:
 
 @dataclass(frozen=True)
 class Roof:
-    """Measured peaks of the machine."""
+    """Measured peak compute and memory throughput of the machine."""
 
     tflops: Annotated[float, Meaning("of a large matrix product in the call's dtype", "TFLOPS")]
     gb_per_s: Annotated[float, Meaning("of a large copy in memory", "GB/s")]
 
     def at(self, flop_per_byte: float) -> float:
-        """Return the maximum TFLOPS of a call with this arithmetic intensity."""
+        """Return the maximum TFLOPS at this arithmetic intensity, in FLOP per byte."""
         return min(self.tflops, self.gb_per_s * flop_per_byte / 1e3)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled Triton program, as the driver loaded it."""
+    """Compiled Triton program, as the driver loaded it."""
 
     name: str
     registers: int
@@ -428,8 +428,8 @@ class Row:
     def overwrites(self) -> list[str]:
         """Inputs that the kernel changes and that later calls probably read again.
 
-        A kernel that overwrites inputs must not run in a model, even if its outputs are right. Most
-        models make a mask once for all layers, and a language model's cache holds key and value.
+        A kernel that overwrites inputs must not run in a model, even if its outputs are right: most
+        models share a mask among all layers, and a language model's cache holds keys and values.
         """
         kept = {"attn_mask", "key", "value"} if self.call.phase in CACHING else {"attn_mask"}
         return sorted(kept.intersection(self.changed_inputs))
@@ -439,7 +439,7 @@ class Row:
         return self.status in ("ok", "not-timed")
 
     def shares_rounds(self, other: Row) -> bool:
-        """Return whether sample i of both rows comes from the same round."""
+        """Return True if, for each i, sample i of both rows comes from the same round."""
         return (self.call.name, self.environment, self.process) == (
             other.call.name,
             other.environment,

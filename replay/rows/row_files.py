@@ -1,4 +1,4 @@
-"""The files of rows: JSON Lines for reading and writing, CSV for writing."""
+"""Files of rows: JSON Lines for reading and writing, CSV only for writing."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ from replay.rows.row import Row
 T = TypeVar("T")
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""First characters that make a spreadsheet evaluate a cell."""
+"""First characters of a cell that make a spreadsheet evaluate it."""
 
 BEGINNING = '{"schema": '
 """Beginning of every line that `write_jsonl` writes."""
 
 
 class RowsError(Error):
-    """Unusable file of rows; the message names the remedy."""
+    """Reason why a file of rows cannot be used; the message gives the remedy."""
 
 
 class Writable(Protocol):
-    """Object that text can be written to."""
+    """Object with the methods of a text file that writing rows needs."""
 
     def write(self, text: str, /) -> int: ...
     def flush(self) -> None: ...
 
 
 class StoredRows(NamedTuple):
-    """Content of a file of rows."""
+    """Complete rows of a file."""
 
     rows: list[Row]
     is_cut_off: bool
-    """True if the writer was interrupted in the middle of another row."""
+    """True if the file ends in the middle of another row."""
 
 
 def row_to_json(row: Row) -> Any:
-    """Return the row as a tree of plain JSON; NaN and infinities become null."""
+    """Return a row as a tree of plain JSON, in which NaN and infinity become null."""
     return plain({"schema": SCHEMA, **asdict(row)})
 
 
 def row_from_json(data: dict[str, Any]) -> Row:
-    """Return the row from the tree that `row_to_json` made, with NaN in place of null.
+    """Return the row that `row_to_json` converted to this tree, with NaN in place of null.
 
     Raises:
         OtherSchema: the row has another version of the fields.
@@ -82,7 +82,7 @@ def row_from_json(data: dict[str, Any]) -> Row:
 
 
 class OtherSchema(Exception):
-    """Row with another version of the fields."""
+    """Raised for a row whose fields have another version."""
 
 
 def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
@@ -90,7 +90,7 @@ def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
 
     Raises:
         KeyError: a field is unknown.
-        ValueError, TypeError, AttributeError: a value has another type than its field.
+        ValueError, TypeError, AttributeError: a value does not have its field's type.
     """
     hints = _hints(cast("type", kind))
     return kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
@@ -145,7 +145,7 @@ def write_jsonl(rows: Iterable[Row], file: Writable) -> None:
 
 
 def save_jsonl(rows: Iterable[Row], path: Path) -> None:
-    """Replace the content of a file with these rows, in one step.
+    """Replace a file, in one step, with a file of these rows.
 
     Raises:
         RowsError: the file cannot be written.
@@ -165,7 +165,7 @@ def read_jsonl(path: Path) -> StoredRows:
         RowsError: the file cannot be read, or does not contain rows of this version.
     """
     try:
-        # `splitlines` would also split at characters that JSON may contain.
+        # Avoid `splitlines`, which also splits at characters that JSON strings may contain.
         *lines, last = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise
@@ -192,7 +192,7 @@ def read_jsonl(path: Path) -> StoredRows:
 
 
 def write_csv(rows: Iterable[Row], file: Writable) -> None:
-    """Write a column per field of `FIELDS`, with lists joined by spaces and formulas quoted."""
+    """Write rows as CSV with a column per field; join lists by spaces and quote formulas."""
     writer = csv.writer(file)
     writer.writerow(item.path for item in FIELDS)
     for row in rows:
@@ -212,7 +212,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a tree for `json.dump`: named tuples become objects, non-finite numbers null."""
+    """Convert a tree for `json.dump`: named tuples become objects, non-finite numbers null."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if hasattr(value, "_asdict"):

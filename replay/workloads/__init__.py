@@ -1,1 +1,1 @@
-"""The calls to replay: recorded calls, random shapes, published lists of shapes."""
+"""Calls to replay: recorded calls, random shapes, and published lists of shapes."""

@@ -1,4 +1,4 @@
-"""The choice of calls by name. Imports no torch."""
+"""Choice of calls by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from capture.errors import DatasetError
 
 
 def chosen_names(names: Sequence[str], patterns: str, others: Collection[str] = ()) -> set[str]:
-    """Return the names that match any of the comma-separated names or globs.
+    """Return the names that match any of the comma-separated patterns, which are names or globs.
 
     Args:
-        others: further names that a pattern may match. These are neither returned nor suggested.
+        others: further names that a pattern may match, but that are neither returned nor suggested.
 
     Raises:
         DatasetError: a pattern matches no name.

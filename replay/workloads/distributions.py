@@ -1,4 +1,4 @@
-"""The values of synthetic calls, which strain kernels like real values and unlike normal values.
+"""Values of synthetic calls, which strain kernels like real values, unlike normal ones.
 
 Each distribution starts from standard normal values, so a seed determines all values.
 """
@@ -24,8 +24,8 @@ class Values(NamedTuple):
     def directed(self, scores: Tensor, scale: float) -> Values:
         """Add `scores` (Sk,), in expectation, to the scores of every query.
 
-        Each query gets a common vector, and each key a multiple of its direction. The query part
-        and the largest key part have the same length, √(most / scale), to balance them.
+        Each query gets the same vector, and each key gets a multiple of this vector's direction. To
+        balance the two, the vector and the largest multiple have the same length, √(most / scale).
         """
         most = scores.abs().max()
         length = (most / scale).sqrt()
@@ -38,12 +38,12 @@ class Values(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """Kind of values, with the reason to test kernels on it."""
+    """Distribution of values, with the reason to test kernels on such values."""
 
     apply: Callable[[Values, float], Values]
-    """Function of standard normal values and the softmax scale, which returns new values."""
+    """Function that makes the values from standard normal values and the softmax scale."""
     provokes: str
-    """Effect on kernels, and the place where the effect was observed."""
+    """Effect of the values on kernels, and the source that observed it."""
 
 
 OUTLIERS = 4
@@ -61,12 +61,12 @@ def _without(values: Tensor, direction: Tensor) -> Tensor:
 
 
 def _uniform(values: Values, scale: float) -> Values:
-    """Map each value to its quantile, in [0, 1)."""
+    """Map each value to its quantile, which gives uniform values in [0, 1)."""
     return Values(*map(torch.special.ndtr, values))
 
 
 def _outlier_channels(values: Values, scale: float) -> Values:
-    """Move a few channels of K far from 0 for every token, and make Q small there."""
+    """Move a few channels of K far from 0 for every token, and make Q small in these channels."""
     channels = torch.linspace(0, values.key.shape[-1] - 1, OUTLIERS).round().long()
     key, query = values.key.clone(), values.query.clone()
     key[..., channels] = key[..., channels] + OUTLIER_SIZE
@@ -98,7 +98,7 @@ def _underflow(values: Values, scale: float) -> Values:
 
 
 def _model_like(values: Values, scale: float) -> Values:
-    """Make neighbouring tokens alike, channels unequal, K's mean not 0, and token 0 a sink."""
+    """Make neighbouring tokens similar, channels unequal, K's mean not 0, and token 0 a sink."""
     query, key, value = map(_smooth, values)
     dim = key.shape[-1]
     sizes = torch.exp(torch.linspace(-1.0, 1.0, dim, device=key.device))
@@ -110,9 +110,9 @@ def _model_like(values: Values, scale: float) -> Values:
 
 
 def _smooth(values: Tensor) -> Tensor:
-    """Return an autoregressive sequence of order 1 over tokens, with variance 1.
+    """Turn values into a first-order autoregressive sequence over tokens, with variance 1.
 
-    Each step doubles the reach of the sum: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… is Σ (az)ⁿ.
+    Each step doubles the number of summed tokens: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… equals Σ (az)ⁿ.
     """
     found = values * math.sqrt(1 - SMOOTHNESS**2)
     found[:, :, 0] = values[:, :, 0]
@@ -165,4 +165,4 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         "structure that trained models have and normal values lack (docs/method.md)",
     ),
 }
-"""Distributions by their `--distribution` name."""
+"""Distributions by their names in `--distribution`."""

@@ -1,4 +1,4 @@
-"""The calls with random values: any shape, or the suites of shapes in published comparisons."""
+"""Calls with random values, of any shape or from the suites of published comparisons."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from replay.workloads.random_masks import random_mask
 
 
 def random_weights(distribution: str) -> str:
-    """Return the entry for weights in rows of calls with this distribution."""
+    """Return the `weights` entry for rows of calls with this distribution."""
     drawn = "standard normal" if distribution == "normal" else distribution
     return f"none: random values, {drawn}"
 
 
 class ShapeError(Error):
-    """Invalid sizes of an attention call; the message names the remedy."""
+    """Raised for invalid sizes of an attention call; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Sizes and values of a synthetic call; letters as in `capture.call.shape`."""
+    """Sizes and kind of values of a synthetic call."""
 
     batch: int
     q_heads: int
@@ -67,11 +67,11 @@ class Spec:
     def call(
         self, device: torch.device | str, generator: torch.Generator | None = None, name: str = ""
     ) -> AttentionCall:
-        """Make a call of this shape: contiguous (B, H, S, D)."""
+        """Make a call of this shape with contiguous (B, H, S, D) tensors."""
 
         def normal(heads: int, length: int, dim: int) -> torch.Tensor:
             size = (self.batch, heads, length, dim)
-            # Draw in float32 on the device: bfloat16 `randn` differs between devices and versions.
+            # Draw in float32, because bfloat16 `randn` differs between devices and versions.
             return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
         values = Values(
@@ -97,8 +97,8 @@ class Spec:
     def without_values(self) -> AttentionCall:
         """Make a call of these sizes on the `meta` device, without its mask.
 
-        Its values are not drawn, because random numbers on `meta` import much of PyTorch's compiler
-        first, which takes a second and a half.
+        No values are drawn: on `meta`, that would import much of PyTorch's compiler, which takes a
+        second and a half.
         """
 
         def empty(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -177,11 +177,11 @@ SUITES: dict[str, tuple[str, list[Spec]]] = {
         ],
     ),
 }
-"""Description and shapes of each suite, in bfloat16."""
+"""Suites by name, each with a description and its shapes in bfloat16."""
 
 
 def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:
-    """Return a suite's shapes in a dtype, without shapes longer than `longest`.
+    """Return a suite's shapes in the given dtype, without shapes longer than `longest`.
 
     Raises:
         ShapeError: no shape remains.
@@ -197,7 +197,7 @@ def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> li
 
 
 def dtype(name: str) -> torch.dtype:
-    """Return `torch.bfloat16` for `bfloat16`."""
+    """Return the torch dtype of a name, such as `torch.bfloat16` for `bfloat16`."""
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found

@@ -1,4 +1,4 @@
-"""The workloads of a recorded dataset."""
+"""Workloads made from a recorded dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replay.workloads.workload import Workload
 
 
 class RecordedWorkloads(NamedTuple):
-    """Calls of a dataset, and a note on how it was read."""
+    """Workloads of a dataset, and a note on how the dataset was read."""
 
     workloads: list[Workload]
     note: str
@@ -32,13 +32,13 @@ def from_directory(
 ) -> RecordedWorkloads:
     """Return the recorded calls of a dataset.
 
-    A damaged file becomes a workload that raises an error about the damage when it is loaded.
+    A damaged file becomes a workload whose loading raises an error about the damage.
 
     Args:
         where: a directory, an archive of a directory, or an address (see `capture.load`).
         patterns: comma-separated names and globs of the calls to return.
-        join_ranks: return whole calls in place of the parts that several ranks recorded.
-        report: called with the progress of copies from another machine.
+        join_ranks: join the parts of a call that several ranks recorded to a whole call.
+        report: function that is called with the progress of copies from another machine.
 
     Raises:
         DatasetError: the dataset is missing or cannot be reached, or contains no matching call or
@@ -66,7 +66,7 @@ def from_dataset(
         workloads = [workload for workload in workloads if workload.name in found]
     names = {workload.name for workload in workloads}
     wanted = [entry for call, entries in calls if call.name in names for entry in entries]
-    # A call becomes a damaged workload if its file could not be copied.
+    # Replace a call by a damaged workload if its file cannot be copied.
     damaged = {file.path: damaged_file(file) for file in dataset.fetch(wanted, report)}
     replaced = {
         call.name: damaged[entry.path]

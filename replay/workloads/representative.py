@@ -1,4 +1,4 @@
-"""The order of calls by how representative they are, for replays without time for all calls."""
+"""Order of calls in replays without time for all: the most representative calls come first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from replay.workloads.workload import Workload
 
 
 def tiers(calls: Sequence[Workload]) -> list[int]:
-    """Return a tier for each call. The calls up to any tier are spread over the whole set.
+    """Return a tier for each call, such that calls up to any tier represent all calls.
 
-    The first tier has one call of each model, phase and form. The next tiers add calls of each,
-    spread over layers and steps: the first, the middle, the quarters, the eighths and so on. A
-    synthetic counterpart has the tier of the call before it.
+    The first tier has the first call of each model, phase and form. The next tiers add the middle
+    call, those at the quarters, those at the eighths and so on, which spreads the calls over layers
+    and steps. A synthetic counterpart has the tier of the recorded call before it.
     """
     groups: dict[tuple[object, ...], list[list[int]]] = {}
     for place, call in enumerate(calls):
@@ -31,7 +31,7 @@ def tiers(calls: Sequence[Workload]) -> list[int]:
 
 
 def halving(count: int) -> list[int]:
-    """Return the numbers below `count`, each far from earlier ones: 0, 4, 2, 6, 1, … for eight."""
+    """Return the numbers below `count`, each far from earlier ones, such as 0, 4, 2, 6, 1, …."""
     bits = max(count - 1, 0).bit_length()
     mirrored = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
     return [number for number in mirrored if number < count]

@@ -1,4 +1,4 @@
-"""The order in which one or more takers replay calls."""
+"""Order in which one or more takers replay calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Form = tuple[object, ...]
 
 
 class Schedule:
-    """Schedule that gives out calls one at a time.
+    """Schedule that hands out calls one at a time.
 
-    A taker that has had a call of some form gets the other calls of that form first, because the
-    taker's kernels are compiled for this form. After that, the taker gets a call of a form that no
-    taker has had, or of the form with the most remaining work. Long calls come before short calls,
-    so that all takers end at about the same time. For the same reason, a taker with less remaining
-    work than another taker gets a call of any form, if that call is longer than its own calls.
+    A taker first gets calls of the forms that it has had, because its kernels are compiled for
+    them. After that, it gets a call of a form that no taker has had, or of the form with the most
+    remaining work. Long calls come before short ones, so that all takers end at about the same
+    time. For the same reason, a taker with less remaining work than another taker gets a call of
+    another form if that call is longer than those of its own forms.
 
     Args:
-        calls: the calls; earlier calls come first if all else is equal.
+        calls: the calls to hand out; earlier calls come first if all else is equal.
         tiers: a tier for each call; lower tiers come first.
-        is_in_time: returns whether a call may still begin; other calls are left out.
-        seconds: expected duration of each call; equal by default.
+        is_in_time: function that returns True if a call may still begin; others are left out.
+        seconds: expected duration of each call; all are equal by default.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Schedule:
         self._tiers = [0] * len(calls) if tiers is None else list(tiers)
         self._seconds = [1.0] * len(calls) if seconds is None else list(seconds)
         self._waiting: dict[int, dict[Form, list[int]]] = {}
-        """Indices of waiting calls, by tier and form; there are no empty entries."""
+        """Indices of waiting calls, by tier and form, without empty lists."""
         self._left: dict[tuple[int, Form], float] = defaultdict(float)
-        """Seconds of waiting work, by tier and form."""
+        """Expected seconds of waiting calls, by tier and form."""
         for place in range(len(calls)):
             self._add(place)
         self._had: dict[Hashable, set[Form]] = {}
-        """Forms of the calls that each taker has had."""
+        """Forms of the calls that were handed to each taker."""
         self._begun: set[Form] = set()
         self._refused: dict[int, set[Hashable]] = {}
         """Takers that failed at a call, by the index of the call."""
 
     def __iter__(self) -> Iterator[Workload]:
-        """Give out all calls to one taker, by tier and in the given order within a tier."""
+        """Hand out all calls to one taker, by tier, and in the given order within a tier."""
         for place in sorted(range(len(self.calls)), key=self._tiers.__getitem__):
             self._remove(place)
             if self._may_begin(place):
@@ -70,7 +70,7 @@ class Schedule:
         return sum(len(places) for forms in self._waiting.values() for places in forms.values())
 
     def take(self, taker: Hashable, kind: str = "") -> Workload | None:
-        """Take the next call for one of several takers; None if there is no call for this taker.
+        """Take the next call for one of several takers; return None if this taker has no call left.
 
         Args:
             kind: type of the taker's device.
@@ -83,11 +83,11 @@ class Schedule:
         return None
 
     def prefer(self, call: Workload, taker: Hashable) -> None:
-        """Treat a taker as if it had already had a call of this form."""
+        """Prefer calls with the form of this call for a taker."""
         self._note(_form(call), taker)
 
     def give_back(self, call: Workload, taker: Hashable) -> None:
-        """Put a call back for other takers, because this taker failed at it."""
+        """Put back a call that this taker failed at, so that other takers can take it."""
         place = next(place for place, member in enumerate(self.calls) if member is call)
         self._refused.setdefault(place, set()).add(taker)
         self._add(place)
@@ -107,14 +107,14 @@ class Schedule:
             return min(able, key=lambda place: (-self._seconds[place], place), default=None)
 
         def left(had: set[Form]) -> float:
-            """Return the seconds of waiting calls of these forms, for devices of this kind."""
+            """Return the expected seconds of waiting calls with these forms on this device."""
             waiting = (form for form in had & forms.keys() if form[0] in ("", kind))
             return sum(self._left[tier, form] for form in waiting)
 
         for tier, forms in sorted(self._waiting.items()):
             place, other = longest(own & forms.keys()), longest(forms.keys() - own)
             if place is not None and other is not None:
-                # Another taker has more work left: take a long call from it while there is time.
+                # If another taker has more work left, take a long call that it would get.
                 is_longer = self._seconds[other] > self._seconds[place]
                 if is_longer and left(own) < max(map(left, self._had.values())):
                     return other
@@ -122,7 +122,7 @@ class Schedule:
                 place = longest(forms.keys() - self._begun)
             if place is not None:
                 return place
-            # Every form has a taker: help with the form that has the most work left.
+            # Every form has a taker, so help with the form that has the most work left.
             for form in sorted(forms, key=lambda form: self._left[tier, form], reverse=True):
                 if (place := first(form)) is not None:
                     return place

@@ -1,4 +1,4 @@
-"""The sources of calls: a recorded file, joined parts, random values, or a damaged file."""
+"""Sources of calls: a recorded file, joined parts, random values, or a damaged file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from replay.workloads.random_calls import Spec, random_weights
 from replay.workloads.synthetic_counterparts import counterpart
 
 ALIGNMENT = 16
-"""Length whose multiples compilers compile separately from other lengths."""
+"""Lengths that are multiples of this number are compiled separately from other lengths."""
 
 
 class CallMetadata(NamedTuple):
     """Facts about a call that are known before its tensors are read."""
 
     form: tuple[object, ...]
-    """Values that are equal for two calls if most kernels compile only once for both calls."""
+    """Values that are equal for two calls if most kernels compile once for both of them."""
     shape: Shape | None = None
     """Shape of the call; None if it is unknown until the tensors are loaded."""
     is_causal: bool = False
@@ -38,7 +38,7 @@ class CallMetadata(NamedTuple):
 
 
 class Source(ABC):
-    """Source of one call. Paths are absolute, because kernels may change the working directory."""
+    """Source of one call, with absolute paths, as kernels may change the current directory."""
 
     is_counterpart = False
     """True if the call has random values in place of the recorded ones."""
@@ -46,7 +46,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of the call in rows."""
+        """Name of the call, as rows store it."""
 
     @abstractmethod
     def load(self, device: torch.device) -> AttentionCall:
@@ -58,28 +58,28 @@ class Source(ABC):
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return data from which `source_from_json` makes this source in another process."""
+        """Return data for `source_from_json` to make this source in another process."""
 
     def metadata(self) -> CallMetadata:
         """Return the facts that are known before the call is loaded."""
         return CallMetadata((self.name,))
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files to load, which are all in one directory."""
+        """Return the files to load, which share one directory."""
         return ()
 
     def moved_to(self, directory: Path) -> Source:
-        """Return the same source for files in another directory."""
+        """Return this source with its files in another directory."""
         return self
 
     def is_about(self, facts: CallFacts) -> bool:
-        """Return whether a row's call comes from this source, not from another with its name."""
+        """Return True if a row's call comes from this source, not from another of the same name."""
         return True
 
 
 @dataclass(frozen=True)
 class RecordedSource(Source):
-    """File of one recorded call; the checksum is verified when the file is loaded."""
+    """File of one recorded call, whose checksum is verified during loading."""
 
     entry: FileEntry
 
@@ -120,7 +120,7 @@ class RecordedSource(Source):
 
 @dataclass(frozen=True)
 class JoinedSource(Source):
-    """Files with the parts of one call from several ranks, joined when they are loaded."""
+    """Files with the parts of one call from several ranks, which loading joins."""
 
     call: JoinedCall
 
@@ -139,7 +139,7 @@ class JoinedSource(Source):
     def metadata(self) -> CallMetadata:
         part, count = RecordedSource(self.call.entries[0]).metadata(), len(self.call.entries)
         assert part.shape is not None
-        # The parts are alike, so the whole call has `count` times the work of one part.
+        # All parts have equal sizes, so the whole call has `count` times the work of one part.
         shape = part.shape._replace(q_heads=part.shape.q_heads * count)
         return part._replace(form=(*part.form, count), shape=shape)
 
@@ -155,7 +155,7 @@ class JoinedSource(Source):
 
 @dataclass(frozen=True)
 class DamagedSource(Source):
-    """File that is not a readable call; as a source, it gets an error row."""
+    """File that contains no readable call; a replay writes an error row for it."""
 
     path: Path
     reason: str
@@ -173,7 +173,7 @@ class DamagedSource(Source):
 
 @dataclass(frozen=True)
 class RandomSource(Source):
-    """Synthetic call; a seed always gives the same values on one device."""
+    """Synthetic call, whose values depend only on the seed and the device."""
 
     given_name: str
     model: str
@@ -207,7 +207,7 @@ class RandomSource(Source):
 
 @dataclass(frozen=True)
 class CounterpartSource(Source):
-    """Recorded call with random values, of a kind in `synthetic_counterparts.KINDS`."""
+    """Recorded call with random values of one of `synthetic_counterparts.KINDS`."""
 
     recorded: Source
     values: str
@@ -237,7 +237,7 @@ class CounterpartSource(Source):
 
 
 def source_from_json(data: Mapping[str, Any]) -> Source:
-    """Make the source that `Source.to_json` described, without reading the call."""
+    """Make the source that `Source.to_json` described; do not read the call."""
     match data["kind"]:
         case "recorded":
             entry = FileEntry.from_json(Path(data["directory"]), data["entry"])
@@ -259,12 +259,12 @@ def source_from_json(data: Mapping[str, Any]) -> Source:
 
 
 def resolved(entry: FileEntry) -> FileEntry:
-    """Return an entry with an absolute directory; if the file itself is a link, it stays a link."""
+    """Return an entry with an absolute directory; if the file is a link, keep the link."""
     return _moved(entry, entry.path.parent.resolve())
 
 
 def _length_classes(shape: Shape) -> tuple[object, ...]:
-    """Return a shape's part of a form: each length by its order of magnitude and alignment."""
+    """Return a shape's part of a form, with only the bit length and alignment of the lengths."""
     lengths = shape.q_len, shape.kv_len
     classes = [(length.bit_length(), length % ALIGNMENT == 0) for length in lengths]
     return (*shape._replace(q_len=0, kv_len=0), *classes)

@@ -1,4 +1,4 @@
-"""The synthetic counterparts of recorded calls: the same calls with random values."""
+"""Synthetic counterparts of recorded calls, which have random values but are otherwise equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capture.call.strides import copy_with_strides, narrow_expanded
 
 RANDOM = "none: random values, standard normal"
 MATCHED = "none: random values, moments of the recorded ones"
-"""Entry for weights in rows of a synthetic counterpart."""
+"""The `weights` entry in rows of a counterpart of kind `matched`."""
 
 
 def _as_drawn(drawn: Tensor, recorded: Tensor) -> Tensor:
@@ -21,8 +21,8 @@ def _as_drawn(drawn: Tensor, recorded: Tensor) -> Tensor:
 
 
 def _matched(drawn: Tensor, recorded: Tensor) -> Tensor:
-    """Scale drawn values to the recorded mean and standard deviation of each head's channels."""
-    if not recorded.numel():  # PyTorch warns about moments of an empty tensor
+    """Give drawn values the recorded mean and standard deviation of each channel of each head."""
+    if not recorded.numel():  # PyTorch warns about the moments of an empty tensor
         return drawn
     deviation, mean = torch.std_mean(recorded.float(), dim=(0, 2), correction=0, keepdim=True)
     return drawn * deviation.nan_to_num(1.0) + mean.nan_to_num(0.0)
@@ -32,8 +32,8 @@ KINDS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "random": (RANDOM, _as_drawn),
     "matched": (MATCHED, _matched),
 }
-"""Kinds of counterparts by the ending of their names. Each has the entry for weights in rows, and a
-function of standard normal and recorded values that returns the counterpart's values."""
+"""Kinds of counterparts, by the ending of their names. Each has a `weights` entry for rows, and a
+function that makes the counterpart's values from standard normal and recorded values."""
 
 
 def counterpart(call: AttentionCall, kind: str, seed: int) -> AttentionCall:

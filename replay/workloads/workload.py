@@ -1,4 +1,4 @@
-"""The workloads of a replay: named calls that are loaded one at a time."""
+"""Workloads of a replay: named calls that are loaded one at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from replay.workloads.synthetic_counterparts import KINDS
 
 @dataclass(frozen=True)
 class Workload:
-    """A call to replay."""
+    """Named call to replay."""
 
     name: str
     source: Source
     on: str = ""
-    """Type of device to replay the call on; empty unless calls are replayed on several types."""
+    """Type of device to replay the call on; empty if all calls use the same type."""
 
     @classmethod
     def of(cls, source: Source) -> Workload:
-        """Make a workload that is named by its source."""
+        """Make a workload with the name of its source."""
         return cls(source.name, source)
 
     @property
     def label(self) -> str:
-        """Unique name among the workloads of a replay."""
+        """Name that is unique among the workloads of a replay."""
         return f"{self.name} on {self.on}" if self.on else self.name
 
     def load(self, device: torch.device) -> AttentionCall:
@@ -42,7 +42,7 @@ class Workload:
         return self.source.load(device)
 
     def load_to_judge(self, device: torch.device) -> AttentionCall:
-        """Load the call for kernels whose outputs are compared with a reference.
+        """Load the call for a comparison of kernels' outputs with a reference.
 
         Raises:
             DatasetError: the call cannot be read, or its output is empty and cannot be judged.
@@ -55,12 +55,12 @@ class Workload:
 
 
 def random_workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
-    """Make the workload of one synthetic call; `model` is the name of the suite, or `random`."""
+    """Make a workload for one synthetic call; `model` is the name of its suite, or `random`."""
     return Workload.of(RandomSource(name, model, spec, seed))
 
 
 def random_workloads(name: str, specs: Sequence[Spec], seed: int) -> list[Workload]:
-    """Make a workload of each spec, with consecutive seeds."""
+    """Make a workload for each spec, with consecutive seeds."""
     return [
         random_workload(f"{name}-{number:02d}", name, spec, seed + number)
         for number, spec in enumerate(specs)
@@ -68,7 +68,7 @@ def random_workloads(name: str, specs: Sequence[Spec], seed: int) -> list[Worklo
 
 
 def with_counterparts(recorded: Sequence[Workload], seed: int) -> list[Workload]:
-    """Return the calls, each followed by a synthetic counterpart of each kind."""
+    """Return recorded calls, each followed by its synthetic counterpart of each kind."""
     found = []
     for number, workload in enumerate(recorded):
         found.append(workload)
