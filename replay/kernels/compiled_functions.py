@@ -1,12 +1,12 @@
-"""Compiles an attention function once per kind of call.
+"""Compilation of an attention function, once for each kind of call.
 
 `torch.compile` keeps its results on the function's code object and gives up after a few shapes
-(`torch._dynamo.config.recompile_limit`). A replay meets many shapes, so every kind of call gets its
+(`torch._dynamo.config.recompile_limit`). A replay has many shapes, so every kind of call gets its
 own code object, and is compiled as in a model with that shape.
 
-`max-autotune` records CUDA graphs on a GPU. The graphs share one memory pool and one history. Two
-things break these: outputs that are not marked as finished, and a failed recording (out of memory),
-after which every later graph fails too. This module handles both problems.
+`max-autotune` records CUDA graphs on a GPU. The graphs share one memory pool and one history, which
+break in two cases: if outputs are not marked as finished, and after a failed recording (out of
+memory), when every later graph fails too. This module handles both cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from capture.large_imports import without_collecting
 
 
 def import_compiler() -> None:
-    """Import the compiler before its first use, in two thirds of the usual time."""
+    """Import PyTorch's compiler before its first use, in two thirds of the usual time."""
     with without_collecting():
         import torch._inductor.compile_fx  # noqa: F401
 
@@ -63,7 +63,7 @@ class CompiledPerSignature:
     def _to_compile(self, number: int) -> Callable[..., Tensor]:
         """Return the function with its own code object, compiled at its first call."""
         import_compiler()
-        # Otherwise, the search would report every candidate that does not compile as an error.
+        # Without this, autotuning would report an error for every candidate that does not compile.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
         return torch.compile(
             _with_own_code(self._function, f"{self._function.__name__}_{number}"),
@@ -73,11 +73,10 @@ class CompiledPerSignature:
         )
 
     def _in_this_process(self) -> contextlib.AbstractContextManager[object]:
-        """Prevent a pool of compiling processes, except for a search among many programs.
+        """Compile without a pool of processes, unless many programs must be compiled.
 
-        An attention call is one program or a few. They are compiled before such a pool, which
-        imports PyTorch again, is ready. The processes of the pool would start while other kernels
-        are timed.
+        An attention call is one program or a few, which are compiled before the pool is ready,
+        because its processes import PyTorch. They would start while other kernels are timed.
         """
         if self._mode == "max-autotune":
             return contextlib.nullcontext()

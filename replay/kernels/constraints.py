@@ -1,11 +1,11 @@
-"""Checks of a call that return a sentence if a kernel cannot run it.
+"""Checks of a call; each returns a sentence if a kernel cannot run the call.
 
-A kernel lists its limits; the first one that is not met is the reason in its row:
+A kernel lists its limits. The first limit that a call does not meet is the reason in its row:
 
     limits=(no_dropout, no_mask, head_dims(64, 128), dtypes(torch.float16))
 
-The limits protect a kernel from calls for which it would return a different output. In particular,
-an argument of SDPA without a counterpart is refused, never ignored. The drop-in itself repeats the
+The limits protect a kernel from calls for which it would return a wrong output. In particular, an
+argument of SDPA that the kernel lacks is refused, never ignored. The drop-in itself repeats the
 checks in `ASKED_AT_EVERY_CALL`, and raises an error if one fails.
 """
 
@@ -29,7 +29,7 @@ Constraint = Callable[[AttentionCall], str | None]
 
 
 def all_of(*constraints: Constraint) -> Constraint:
-    """Combine constraints; the result is the sentence of the first unmet constraint."""
+    """Combine constraints into one, which returns the sentence of the first unmet constraint."""
 
     def check(call: AttentionCall) -> str | None:
         return next(filter(None, (constraint(call) for constraint in constraints)), None)
@@ -69,10 +69,10 @@ def mask_shared_by_heads(call: AnyCall) -> str | None:
 
 
 def causal_only_square(call: AnyCall) -> str | None:
-    """Allow a causal mask only if both alignments agree; for libraries that align bottom right.
+    """Refuse causal calls aligned top left, for libraries that align bottom right.
 
-    A call aligned top left is equivalent if it has as many queries as keys. Comparing packed
-    lengths waits for the GPU.
+    Such a call is allowed if it has as many queries as keys, because both alignments then agree.
+    Comparing packed lengths waits for the GPU.
     """
     variant = call.variant
     if variant.bottom_right or not (call.is_causal or variant.window != (None, None)):
@@ -93,13 +93,13 @@ def causal_only_square(call: AnyCall) -> str | None:
 
 
 def window_only_square(call: AnyCall) -> str | None:
-    """Limit windows, for kernels that align windows bottom right but causal masks either way."""
+    """Apply `causal_only_square` to windows, for kernels that align only windows bottom right."""
     is_plain = call.variant.window == (None, None) and call.cu_seqlens_q is None
     return None if is_plain else causal_only_square(call)
 
 
 def mask_alone(call: AnyCall) -> str | None:
-    """Refuse a mask with a window or lengths, for kernels that convert one into the other."""
+    """Refuse a mask together with a window or lengths, for kernels that turn masks into lengths."""
     if call.attn_mask is None:
         return None
     if not {"window", "packed", "key-lengths"}.intersection(call.features):
@@ -108,7 +108,7 @@ def mask_alone(call: AnyCall) -> str | None:
 
 
 def left_window_only(call: AnyCall) -> str | None:
-    """Refuse a limited right side, for kernels whose windows extend to the left only."""
+    """Refuse windows with a limited right side, for kernels that limit only the left side."""
     _, right = call.variant.window
     if not right or call.is_causal:
         return None
@@ -137,7 +137,7 @@ decode_only = max_queries(1)
 
 
 def decode_or_key_lengths(call: AttentionCall) -> str | None:
-    """Allow several queries only with key lengths, for kernels over caches."""
+    """Allow several queries only together with key lengths, for kernels that read caches."""
     return None if call.seqused_k is not None else decode_only(call)
 
 
@@ -160,18 +160,18 @@ def page_size_of(only: int) -> Constraint:
 
 
 def needs_pages(call: AnyCall) -> str | None:
-    """Require a page table, for kernels that read keys only through page tables."""
+    """Require a page table, for kernels that read keys only through a page table."""
     return None if call.page_table is not None else "for keys in pages: this call has no page table"
 
 
 def value_in_key(call: AnyCall) -> str | None:
-    """Require the value in the key's first columns, for kernels of absorbed MLA."""
+    """Require that the value is the key's first columns, for kernels of absorbed MLA."""
     shares = is_leading_part(call.value, call.key)
     return None if shares else "for absorbed MLA: the value is not part of this call's key"
 
 
 def packed_in_pages_only(call: AnyCall) -> str | None:
-    """Require pages with packed queries, for kernels over caches whose keys are not packed."""
+    """Require paged keys if queries are packed, for kernels that cannot read packed keys."""
     if call.cu_seqlens_q is None or call.page_table is not None:
         return None
     return "packed sequences without pages of keys"
@@ -190,8 +190,8 @@ MOST_SOFTCAP = 2.0**14
 def no_huge_softcap(call: AnyCall) -> str | None:
     """Refuse a huge soft cap in 16 bits.
 
-    The kernels' tanh is accurate to float32's rounding of the cap, which is too coarse for scores
-    that are a millionth of the cap.
+    The kernels compute tanh with an error of float32's rounding of the cap, which is too large for
+    scores that are a millionth of the cap.
     """
     cap = call.variant.softcap
     if cap is None or cap <= MOST_SOFTCAP or call.query.dtype == torch.float32:
@@ -212,7 +212,7 @@ def same_value_dim(call: AttentionCall) -> str | None:
 
 
 def adjacent_elements(call: AttentionCall) -> str | None:
-    """Require adjacent elements, for kernels that refuse other strides; most adapters copy."""
+    """Require a last stride of 1, for kernels that refuse other strides; most adapters copy."""
     for name in ("query", "key", "value"):
         stride = getattr(call, name).stride(-1)
         if stride != 1:
@@ -299,8 +299,8 @@ class KeyRange(NamedTuple):
 def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
     """Return the keys that a padding mask keeps visible; None if the mask is of another kind.
 
-    A padding mask is bool, the same for all heads and queries, and shows each batch element one
-    contiguous run of at least one key that touches the beginning or the end.
+    A padding mask is bool and equal for all heads and queries. For each batch element it keeps one
+    contiguous range of keys visible, which is not empty and touches the beginning or the end.
     """
     if attn_mask.dtype != torch.bool or attn_mask.ndim > 4:
         return None
@@ -321,7 +321,7 @@ def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
 
 
 def padding_mask_only(call: AttentionCall) -> str | None:
-    """Allow no mask, or a mask that `key_range` understands."""
+    """Refuse masks for which `key_range` returns None."""
     mask, shape = call.attn_mask, call.shape
     if mask is None or key_range(mask, shape.batch, shape.kv_len) is not None:
         return None
@@ -334,7 +334,7 @@ def padding_mask_only(call: AttentionCall) -> str | None:
 
 
 def needs_mask(call: AnyCall) -> str | None:
-    """Require a mask; without padding, a variable-length kernel equals its plain counterpart."""
+    """Require a mask, because without one a variable-length kernel equals the plain kernel."""
     return None if call.attn_mask is not None else "for padded batches: this call has no attn_mask"
 
 
@@ -374,4 +374,4 @@ ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     default_scale,
     no_huge_softcap,
 )
-"""Checks for arguments that a kernel would ignore or misread. The checks read no tensor values."""
+"""Checks for arguments that a kernel would ignore or misread; no check reads values of tensors."""

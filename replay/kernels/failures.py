@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 class ContextLost(Exception):
-    """Loss of this process to a kernel: its GPU refuses work, or its memory is unusable."""
+    """Error for a kernel that made this process's GPU or memory unusable."""
 
     def __init__(self, reason: str, status: Status = "crash") -> None:
         super().__init__(reason)
@@ -35,20 +35,20 @@ class ContextLost(Exception):
 
 
 class CannotJudge(Exception):
-    """Failure of the judge on an output or a call; the message is the whole sentence."""
+    """Error for an output or a call that cannot be judged; the message is a whole sentence."""
 
 
 def classify(error: BaseException) -> Finding:
     """Return the status and one printable line for a kernel's exception, including `SystemExit`.
 
     Raises:
-        KeyboardInterrupt: the error is one, because it comes from the user.
+        KeyboardInterrupt: the exception is a `KeyboardInterrupt`, which comes from the user.
     """
     if isinstance(error, KeyboardInterrupt):
         raise error
     message, place, is_own = _message(error).strip(), *_place(error)
-    # A library's message is long and starts with the cause; authors want the whole message of their
-    # own code.
+    # A library's long message starts with the cause, so one line is enough. For a user's own code,
+    # keep the whole message.
     line = " ".join(message.split()) if is_own else message.partition("\n")[0]
     # The text is shown on a terminal, so escape codes, surrogates and megabytes are removed.
     text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
@@ -61,7 +61,7 @@ def classify(error: BaseException) -> Finding:
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
-    """Return the place in a user's `file.py:function`, and True if that code raised the error."""
+    """Return the line in a user's kernel where an error passed, and whether that line raised it."""
     place, is_own = "", False
     for frame, line in traceback.walk_tb(error.__traceback__):
         is_own = str(frame.f_globals.get("__name__")).startswith(USER_MODULE)

@@ -1,7 +1,7 @@
-"""Arguments that the functions of all FlashAttention versions share.
+"""Arguments common to the functions of all versions of FlashAttention.
 
-Windows and causality follow the bottom-right diagonal. Options that a call does not use are not
-passed, so that versions without windows or soft caps still run calls without these features.
+Windows and causal masks are aligned bottom right. Options that a call does not use are not passed,
+so that versions without windows or soft caps still run calls without these features.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def varlen_arguments(call: AnyCall, packed: Packed, unlimited: int | None = -1) 
 
 
 def output_of(returned: Any) -> Tensor:
-    """Return the output of functions that also return the log-sum-exp in some versions."""
+    """Return the output from a function's result; some versions also return the log-sum-exp."""
     output: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return output

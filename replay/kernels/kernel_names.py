@@ -1,4 +1,4 @@
-"""Names of kernels in arguments, split and checked without importing torch or a kernel."""
+"""Names of kernels in arguments; splits and checks names without importing torch or a kernel."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ADAPTERS = Path(__file__).with_name("adapters")
 
 
 def parts(patterns: str) -> list[str]:
-    """Split comma-separated names and globs; commas in brackets separate a variant's options."""
+    """Split comma-separated names and globs, except at commas in brackets (options of variants)."""
     given = re.split(r",(?![^\[\]]*\])", patterns)
     return [part for part in map(str.strip, given) if part]
 
 
 def look_known(patterns: str) -> bool:
-    """Guess whether kernels of these names and globs exist; False for most misspelt ones.
+    """Guess whether kernels with these names and globs exist; False for most misspelt names.
 
-    The guess relies on the words of a name occurring in its adapter's file.
+    The guess is True if the words of a name occur in the file of an adapter.
     """
     source = "\n".join(path.read_text("utf-8") for path in _ADAPTERS.glob("*.py")).lower()
     words = set(re.findall(r"[a-z0-9]+", source))

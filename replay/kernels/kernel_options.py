@@ -13,7 +13,7 @@ MOST_KEPT = 1024
 
 
 def kernel_options(variant: AttentionVariant) -> AttentionOptions:
-    """Return a variant as options of our kernels; the object `PLAIN` if it has no options.
+    """Return a variant as options of our kernels; the object `PLAIN` if the variant has no options.
 
     Kernels recognise `PLAIN` without hashing it. Conversions are cached by identity, because
     hashing a variant would take longer than the rest of a launch on the host.
@@ -22,7 +22,7 @@ def kernel_options(variant: AttentionVariant) -> AttentionOptions:
     if found is None:
         if len(_converted) >= MOST_KEPT:
             _converted.clear()
-        # The variant is cached too, so that no other object can get its identity.
+        # Cache the variant too, so that no other object can get its identity.
         found = _converted[id(variant)] = variant, _convert(variant)
     return found[1]
 

@@ -30,17 +30,17 @@ _other_arguments = operator.attrgetter(*_OTHERS)
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """Copy a tensor whose head elements are not adjacent, which no fused kernel can read."""
+    """Copy a tensor if the elements of a head are not adjacent, as fused kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def bshd(tensor_BHSD: Tensor) -> Tensor:
-    """Return BSHD; this is a view, as in diffusers, if the elements of a head are adjacent."""
+    """Return BSHD, as a view (as in diffusers) if the elements of a head are adjacent."""
     return unit_stride(tensor_BHSD).transpose(1, 2)
 
 
 def contiguous_bshd(tensor_BHSD: Tensor) -> Tensor:
-    """Return contiguous BSHD, the layout in which authors measure such kernels."""
+    """Return contiguous BSHD, the layout in which the authors of such kernels measure them."""
     return tensor_BHSD.transpose(1, 2).contiguous()
 
 
@@ -122,7 +122,7 @@ class Packed:
         batch, _, q_len, _ = call.query.shape
         q_offsets = even_offsets(batch, q_len, call.query.device)
         query = thd(call.query)
-        # Keys beyond the lengths stay in place, because the kernel skips them.
+        # Leave keys beyond the lengths in place, because the kernel skips them.
         if call.seqused_k is not None:
             kv_len = call.key.shape[2]
             return cls(
@@ -136,7 +136,7 @@ class Packed:
                 batch,
                 call.seqused_k,
             )
-        # The only remaining case is a padding mask. The host waits for the GPU to compute its
+        # The only remaining case is a padding mask. The host waits until the GPU has computed the
         # lengths.
         keys = padding_keys(call)
         assert keys is not None, "a call without lengths has no padding"

@@ -23,7 +23,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Library:
-    """Library as one kernel needs it: module, version, and the GPUs it runs on."""
+    """Requirements of a kernel on its library: module, version, and supported GPUs."""
 
     module: str
     """Module to import: `flash_attn.cute`."""
@@ -34,7 +34,7 @@ class Library:
     functions: tuple[str, ...] = ()
     """Functions of the module that the kernel calls."""
     series: int | None = None
-    """Major version that this kernel is written for; None for any."""
+    """Major version that this kernel is written for; None for any version."""
     runs_on: Callable[[Capability], bool] = lambda capability: capability >= (8, 0)
     """Function that returns True if a GPU of a compute capability can run the library."""
     needs: str = "8.0 or higher"
@@ -52,7 +52,7 @@ class Library:
         return found
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return why the library cannot be used on a device, the hardest problem first."""
+        """Return why the library cannot be used on a device; the hardest problem comes first."""
         if reason := self.wrong_device(device):
             return reason
         installed = version(self.package)
@@ -95,7 +95,7 @@ def version(package: str) -> str:
 
 
 def is_interpreted() -> bool:
-    """Return True if Triton kernels run in its interpreter: correct, but useless for timing."""
+    """Return True if Triton's interpreter runs kernels: correctly, but too slowly for timing."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -135,7 +135,7 @@ TRITON = TritonLibrary(
     module="triton.tools.tensor_descriptor",
     # Triton's version determines the speed of our kernels.
     package="triton",
-    # This installs Triton for CPU builds of PyTorch; a CUDA build already includes its Triton.
+    # This also installs Triton for CPU builds of PyTorch; CUDA builds already include Triton.
     install=f"pip install ./{OUR_KERNELS}",
 )
 
@@ -148,7 +148,7 @@ def imported(module: str, name: str) -> Any:
 
 @functools.cache
 def _import(name: str) -> ModuleType | str:
-    """Return the module, or the first line of its error; empty if the module does not exist.
+    """Return the module, or the first line of the import's error; empty if there is no such module.
 
     The result is cached, because a failed import takes seconds each time.
     """

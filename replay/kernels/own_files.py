@@ -1,4 +1,4 @@
-"""Files of a user's kernel: its own file, and files in its directory that it imports."""
+"""Files of a user's kernel: the kernel's file, and the files in its directory that it imports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_files(
 
 
 def _imported(path: Path, root: Path) -> Iterator[Path]:
-    """Yield the paths of a file's imports: `a/b` for `a.b`, which may also be a function."""
+    """Yield the paths of a file's imports: `a/b` for `a.b`, although `b` may be a function."""
     folder = path.relative_to(root).parent.parts
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DEFAULT_PAGE_SIZE = 16
-"""Default number of keys in a page, the usual one in serving engines."""
+"""Default number of keys in a page, as in most serving engines."""
 
 
 def check_page_size(page_size: int) -> None:

@@ -10,7 +10,7 @@ A kernel is one function with SDPA's own arguments, registered under a name:
         ...
 
 Every file in `replay/kernels/adapters/` registers its kernels when imported, so a new file is
-enough to add one. A library is imported when its kernel is first needed, not when the file is
+enough to add a kernel. A library is imported when its kernel is first needed, not when the file is
 imported.
 """
 
@@ -44,7 +44,7 @@ Attention = Callable[..., Tensor]
 
 
 class KernelNameError(Error):
-    """Unknown name of a kernel; the message lists the nearest names."""
+    """Error for an unknown name of a kernel; the message lists the nearest names."""
 
 
 def _always(_: object) -> None:
@@ -55,7 +55,7 @@ def _always(_: object) -> None:
 class ScaledCore:
     """Core of an 8-bit kernel whose output must be multiplied by a scale.
 
-    Only `run` is timed, but the product is judged.
+    Only `run` is timed, but the product of output and scale is judged.
     """
 
     run: Callable[[], Tensor]
@@ -96,7 +96,7 @@ class Kernel:
     default: bool = True
     """True if the kernel runs when no kernel is named."""
     about: str = ""
-    """Description for the list of kernels."""
+    """Description of the kernel in the list of kernels."""
     library: str = ""
     """Package that contains the kernel; the package's version is shown."""
     install: str = ""
@@ -106,8 +106,8 @@ class Kernel:
     default."""
     own_process: bool = False
     """True if the kernel must not share a worker with another such kernel, because its library
-    supports one kernel per process. `unavailable` of all such kernels is called in one worker, and
-    must not choose one."""
+    supports one kernel per process. One worker calls `unavailable` of all such kernels, so
+    `unavailable` must not make the library choose a kernel."""
 
     chosen: Callable[[AttentionCall], Tensor] | None = None
     """Function that returns the keys a `sparse` kernel attends to: bool, True = attended,
@@ -116,9 +116,9 @@ class Kernel:
     options: Callable[..., Kernel] | None = None
     """Function that makes this kernel with other options.
 
-    Its keyword arguments have defaults of the type that a value must have. The function raises
-    ValueError with a sentence for a meaningless value. A name such as `name[option=value,…]` calls
-    it.
+    Each keyword argument has a default, and values must have the type of the default. The function
+    raises ValueError with a sentence for a meaningless value. It is called for a name such as
+    `name[option=value,…]`.
     """
 
     features: frozenset[str] = frozenset()
@@ -129,11 +129,11 @@ class Kernel:
     """
 
     prefers_rewritten_mask: Callable[[AttentionCall], bool] = _never
-    """Function that returns True if a call should run without its mask, given equivalent options
-    (`capture.call.mask_structure`). A call whose mask the kernel refuses always runs without it."""
+    """Function that returns True if equivalent options (`capture.call.mask_structure`) should
+    replace a call's mask. They always replace a mask that the kernel refuses."""
 
     warm_up: Callable[[], None] | None = None
-    """Function that imports modules which the first call in a process would import."""
+    """Function that imports in advance the modules that the first call would import."""
 
     load: Callable[[], Kernel] | None = None
     """Function that imports the kernel when it is first needed: code from a user's file or from an
@@ -268,7 +268,7 @@ def _from_file(target: str) -> Kernel:
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
         raise KernelNameError(f"no kernel {target!r}: {reason}") from error
-    # The kernel is certainly missing only if the file does not even mention its name.
+    # The file may import the function, so refuse only a file that does not mention its name.
     if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", source):
         own = re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)
         near = difflib.get_close_matches(function, own)
@@ -276,7 +276,7 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
 
     def load() -> Attention:
-        # The module is named after the whole path, because two files may have the same name.
+        # Name the module after the whole path, because two files may have the same name.
         name = USER_MODULE + re.sub(r"\W", "_", str(Path(path).resolve()))
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
@@ -290,7 +290,7 @@ def _from_file(target: str) -> Kernel:
             except BaseException:
                 del sys.modules[name]
                 raise
-        module = sys.modules[name]  # a module may replace itself
+        module = sys.modules[name]  # a module may replace its entry in `sys.modules`
         if not hasattr(module, function):
             known = _kernels.get(function)
             own = "" if known is None else getattr(known.attention, "__name__", "")
@@ -323,14 +323,14 @@ def _takes_a_call(function: Callable[..., Any]) -> bool:
 
 
 def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
-    """Return a kernel whose function is imported when needed; its registered limits then apply."""
+    """Return a kernel that is imported when needed; the limits that it registers then apply."""
 
     def loaded() -> Kernel:
         before = dict(_kernels)
         try:
             attention = load()
         except BaseException:
-            # Otherwise a second attempt would report a duplicate name instead of the real cause.
+            # Undo registrations, or a second attempt would report a duplicate name as the cause.
             _kernels.clear()
             _kernels.update(before)
             raise
@@ -352,7 +352,7 @@ _NO_NAME = (
 
 
 def find(name: str) -> Kernel:
-    """Return the registered kernel of that name, or a user's `file.py:function`.
+    """Return the registered kernel with this name, or a user's `file.py:function`.
 
     Raises:
         KernelNameError: no kernel has this name.
@@ -402,7 +402,7 @@ def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
 
 
 def _with_texts(kernel: Kernel, given: str) -> Kernel:
-    """Return the kernel with the options in `option=value,…`."""
+    """Return the kernel with options parsed from `option=value,…`."""
     assert kernel.options is not None
     known = inspect.signature(kernel.options).parameters
     values = {}
@@ -423,7 +423,7 @@ def _with_texts(kernel: Kernel, given: str) -> Kernel:
 
 
 def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:
-    """Return the kernels of a comma-separated list of names and globs, and the names among them.
+    """Return the kernels that a comma-separated list selects, and the names in it (no globs).
 
     A name may also be a user's `file.py:function`. None chooses the default kernels, and `all`
     chooses every kernel without its variants; `variants` adds the variants of every chosen kernel.

@@ -1,7 +1,7 @@
 """Conversion of a library's function to a kernel.
 
 An adapter is a function of one call's arguments. This module gives the adapter SDPA's signature,
-and raises an error for calls that it does not support, instead of returning a wrong output.
+and raises an error for unsupported calls instead of returning a wrong output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replay.kernels.registry import Attention, Kernel, register
 from replay.rows.errors_of_output import AccuracyClass
 
 Attend = Callable[[Arguments], Tensor]
-"""Attention of one call."""
+"""Function that computes the attention of one call."""
 
 Prepare = Callable[[AttentionCall], Callable[[], Tensor]]
 """Function from a call to its core; everything before the core runs in this function."""
@@ -56,7 +56,7 @@ def drop_in(
         )
         if beyond:
             call = _extended(call, beyond)
-        # Common calls have no features, so the comparison of sets is skipped for them.
+        # Skip the comparison of sets for calls without features, which are the common case.
         if (beyond or call.variant is not PLAIN) and not known.issuperset(call.features):
             raise NotImplementedError(f"has no {FEATURES[min(set(call.features) - known)]}")
         for constraint in asked:
@@ -91,7 +91,7 @@ _PLACE_OF_VARIANT = Arguments._fields.index("variant")
 
 
 def at_once(prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Attend:
-    """Return the drop-in of a kernel that only prepares a call and runs the core."""
+    """Return the drop-in of a kernel, which prepares a call and runs the core."""
     return lambda call: prepare(call)()
 
 
@@ -118,8 +118,8 @@ def adapt(
     Args:
         limits: conditions on a call; the first unmet one is the reason for refusing the call.
         unavailable: replaces the library's own check.
-        prefers_rewritten_mask: True to rewrite masks always, not only if the kernel refuses the
-            mask.
+        prefers_rewritten_mask: True to replace every mask by equivalent options, if there are any;
+            otherwise only masks that the kernel refuses.
     """
     return Kernel(
         name,
@@ -152,4 +152,4 @@ def _and_register(make: Callable[_P, Kernel]) -> Callable[_P, Kernel]:
 
 
 register_adapted = _and_register(adapt)
-"""Function that registers the kernel which `adapt` returns for the same arguments."""
+"""Function with the arguments of `adapt`, which registers the kernel that `adapt` returns."""

@@ -1,10 +1,10 @@
 """cuDNN's FP8 attention, through `nvidia-cudnn-frontend`: PyTorch calls cuDNN in 16 bits only.
 
 Query, key and value have one scale each, a power of two, so that the multiplication in 16 bits is
-exact. On Hopper cuDNN also writes FP8 output, and has no FP8 kernel for a single query. An output
-is an average of values and can exceed the largest value only by the rounding of the probabilities,
-so half the value's scale never overflows. The drop-in computes the scales, quantises, and converts
-the output to the call's dtype; the core is cuDNN's kernel alone.
+exact. On Hopper, cuDNN writes FP8 output and has no FP8 kernel for a single query. An output is an
+average of values and can exceed the largest value only by the rounding of the probabilities, so
+half the value's scale never overflows. The drop-in computes the scales, quantises, and converts
+the output to the call's dtype. The core is cuDNN's kernel alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGEST_FP8 = torch.finfo(FP8).max
 LARGEST_SCALE = {torch.float16: 2.0**15, torch.bfloat16: 2.0**100}
 """Largest scale that each dtype can hold."""
 PROBABILITY_SCALE = 64.0
-"""Scale used in cuDNN's own tests; probabilities exceed 1 until a new maximum is applied."""
+"""Scale of probabilities in cuDNN's tests; they exceed 1 until a new row maximum is applied."""
 
 INPUTS = ("q", "k", "v")
 SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -52,7 +52,7 @@ class _Graph(NamedTuple):
     graph: Any
     workspace_bytes: int
     constants: dict[str, Tensor]
-    """Scales of the probabilities, and unused destinations for the largest numbers."""
+    """Scales of the probabilities, and unused outputs for the largest absolute values."""
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def _graph(
         right_bound=0 if is_causal else None,
     )
     shape = (*shapes[0][:3], shapes[2][3])
-    # cuDNN would otherwise choose its own layout for the output.
+    # Set the output's layout, because cuDNN would otherwise choose its own.
     output.set_uid(UIDS["o"]).set_output(True).set_data_type(fp8)
     output.set_dim(shape).set_stride(_bshd_strides(shape))
     for name, amax in (("amax_s", amax_s), ("amax_o", amax_o)):
@@ -116,7 +116,7 @@ def _bshd_strides(shape: Sizes) -> Sizes:
 def _prepare(call: AnyCall) -> ScaledCore:
     inputs = dict(zip(INPUTS, (call.query, call.key, call.value), strict=True))
     dtype, device = call.query.dtype, call.query.device
-    # All scales are computed on the GPU, so that the host does not wait.
+    # Compute all scales on the GPU, so that the host does not wait.
     norms = [
         torch.linalg.vector_norm(each, torch.inf, dtype=torch.float32) for each in inputs.values()
     ]
@@ -128,7 +128,7 @@ def _prepare(call: AnyCall) -> ScaledCore:
         .transpose(1, 2)
         for (name, each), scale in zip(inputs.items(), scales, strict=True)
     }
-    # cuDNN requires pointers to be multiples of 16 bytes, so each number has its own row.
+    # cuDNN requires pointers that are multiples of 16 bytes, so each scale has its own row.
     descale_q, descale_k, descale_v = scales.reciprocal()[:, None].repeat(1, 4)
     factors = {
         "descale_q": descale_q,

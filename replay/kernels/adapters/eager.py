@@ -1,9 +1,9 @@
 """Attention of models without a fused kernel, in plain PyTorch, with all features of a call.
 
-`eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, a
-second product. `torch-masked` is SDPA with causality, window and sequences as a mask, which is how
-models use SDPA for features without an argument. Both kernels first copy paged keys into contiguous
-memory.
+`eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, and a
+second product. `torch-masked` is SDPA with causality, window and sequences converted to a mask, as
+in models that use features for which SDPA has no argument. Both kernels first copy paged keys into
+contiguous memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _gathered(call: AnyCall) -> AnyCall:
 
 
 def _seen(call: AnyCall) -> Tensor | None:
-    """Return the keys visible without `attn_mask`, (B or 1, 1, Sq, Sk) bool; None for all."""
+    """Return visible keys, apart from `attn_mask`: (B or 1, 1, Sq, Sk) bool; None for all keys."""
     q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
     if not (call.is_causal or call.features):
         return None
@@ -112,7 +112,7 @@ def _eager(call: AnyCall) -> Tensor:
 
 
 def _may_see_nothing(call: AnyCall) -> bool:
-    """Return True if lengths or the diagonal can hide all keys from a query."""
+    """Return True if lengths or the diagonal can mask all keys of a query."""
     has_lengths = call.cu_seqlens_q is not None or call.seqused_k is not None
     return has_lengths or call.query.shape[2] > call.key.shape[2]
 
@@ -120,7 +120,7 @@ def _may_see_nothing(call: AnyCall) -> bool:
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
     call = _gathered(call)
     mask = _mask(call)
-    # SDPA's backends disagree about rows without keys, which only such calls can have.
+    # SDPA's backends disagree about rows without visible keys; other calls have no such rows.
     without = None
     if mask is not None and mask.dtype == torch.bool and _may_see_nothing(call):
         without = ~mask.any(dim=-1, keepdim=True)

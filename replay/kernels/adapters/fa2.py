@@ -1,8 +1,8 @@
-"""FlashAttention 2: the package `flash-attn` (`flash_attn.flash_attn_func` and its siblings).
+"""FlashAttention 2: the package `flash-attn` (`flash_attn.flash_attn_func` and related functions).
 
 The library supports BSHD, fewer key heads than query heads, a scale, a window, a soft cap, and a
 causal mask aligned bottom right (SDPA aligns top left, so SDPA's causal calls need as many queries
-as keys). It supports no mask, but `fa2-varlen` and `fa2-kvcache` handle padding masks. `fa2-varlen`
+as keys). It takes no mask, but `fa2-varlen` and `fa2-kvcache` convert padding masks. `fa2-varlen`
 also supports packed sequences, `fa2-kvcache` supports key lengths, and both support keys in pages
 whose size is a multiple of 256.
 """
@@ -40,7 +40,7 @@ LIBRARY = Library(
 )
 
 PAGE_SIZE = 256
-"""Divisor that every page size must have, in keys."""
+"""Number of keys that every page size must be a multiple of."""
 
 _limits = (
     limits.no_dropout,
@@ -57,7 +57,7 @@ def _run(call: Arguments) -> Tensor:
 
 def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
     arguments = varlen_arguments(call, packed)
-    if packed.page_table is not None:  # key lengths are given as offsets, even with pages
+    if packed.page_table is not None:  # pass key lengths as offsets, even with pages
         lengths = arguments.pop("seqused_k").cumsum(0, dtype=torch.int32)
         arguments["cu_seqlens_k"] = torch.nn.functional.pad(lengths, (1, 0))
         arguments["block_table"] = arguments.pop("page_table")
@@ -65,7 +65,7 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
 
 
 def _key_limits(call: AnyCall) -> dict[str, Tensor]:
-    """Return the start and end of each batch element's keys, and the pages."""
+    """Return arguments for the start and end of each batch element's keys, and for the pages."""
     if call.seqused_k is not None:
         pages = {} if call.page_table is None else {"block_table": call.page_table}
         return {"cache_seqlens": call.seqused_k, **pages}

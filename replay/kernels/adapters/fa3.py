@@ -6,8 +6,8 @@ also with packed queries.
 
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
 and key head (the shape of `q_descale`, `k_descale` and `v_descale`). The drop-in includes this
-quantisation; the core does not. Its output is bfloat16, converted to the dtype that SDPA would
-return.
+quantisation; the core does not. The library's output is bfloat16; the drop-in converts it to the
+dtype that SDPA would return.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FlashAttention 4: the package `flash-attn-4` (`flash_attn.cute.flash_attn_func`, CuTe DSL).
 
-The function's fourth positional argument is not the scale, so the adapter passes keywords only. It
-returns the output and the log-sum-exp, and compiles a kernel at the first call of each kind. It
-supports masks only as functions of indices (`mask_mod`), unlike recorded masks. Its sinks are
-bfloat16: calls with sinks of other dtypes are refused rather than rounded.
+The function's fourth positional argument is not the scale, so the adapter passes keywords only. The
+function returns the output and the log-sum-exp, and compiles a kernel at the first call of each
+kind. It supports masks only as functions of indices (`mask_mod`), so it cannot use recorded masks.
+Its sinks are bfloat16, so the adapter refuses calls with sinks of other dtypes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LIBRARY = Library(
 )
 
 BLACKWELL_HEAD_DIMS = {(192, 128), (256, 256)}
-"""Head dimensions (query's, value's) beyond 128 that data-centre Blackwell supports."""
+"""Head dimensions above 128, as (query's, value's), that data-centre Blackwell supports."""
 
 
 def find_cutlass() -> None:
     """Add CUTLASS's DSL to the path if `pip install --target` has omitted it.
 
-    Its wheel relies on a `.pth` file, which Python reads in site-packages only.
+    CUTLASS's wheel relies on a `.pth` file, which Python reads in site-packages only.
     """
     if importlib.util.find_spec("cutlass") is not None:
         return

@@ -2,8 +2,8 @@
 
 The library takes BSHD queries and pages of 64 keys, but no value: the value is the key's first 512
 columns. A model makes the schedule (`get_mla_metadata`) once per step, for all layers. The drop-in
-makes the schedule at every call, the core does not. In the 2026 version the first call fills in the
-schedule.
+makes the schedule at every call, and the core gets a schedule. In the version of 2026, the first
+call fills in the schedule.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 The library's tensors are (S, H, D), without a batch dimension. A batch of one goes through
 `single_prefill_with_kv_cache`. A larger batch is concatenated for
 `BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` distributes the work and whose `run` performs
-it. The drop-in includes `plan` and `run`, as for a single call; the core is `run` only, as for the
+it. The drop-in includes `plan` and `run`, as for a single call. The core is `run` only, as for the
 later layers of a model, which share one plan. Decode goes through
-`BatchDecodeWithPagedKVCacheWrapper`: SDPA's key and value are first copied into pages, which the
-drop-in includes and the core does not.
+`BatchDecodeWithPagedKVCacheWrapper`: SDPA's key and value are first copied into pages. The drop-in
+includes this copy; the core does not.
 
-The FA2 kernels get a bool mask shared by the heads, unless there is a window; FA3 takes no mask.
-Causality and windows, which reach to the left only, are aligned bottom right. Packed sequences go
-through the ragged wrapper unchanged; decode takes key lengths. Sinks need a wrapper over pages that
-this adapter does not use. Every kind of call is compiled (nvcc, ninja) when it first occurs.
+The FA2 kernels take a bool mask shared by all heads, unless there is a window; FA3 takes no mask.
+Causal masks and windows are aligned bottom right; windows reach to the left only. Packed sequences
+go through the ragged wrapper unchanged; decode takes key lengths. Sinks need a wrapper over pages
+that this adapter does not use. The library compiles each kind of call (nvcc, ninja) at first use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LIBRARY = Library(
 )
 
 WORKSPACE_BYTES = 128 * 2**20
-"""Size that FlashInfer recommends."""
+"""Size of a workspace that FlashInfer recommends."""
 
 _limits = (
     limits.no_dropout,
@@ -97,7 +97,7 @@ def _whole_mask(call: AnyCall) -> Tensor | None:
 
 
 def _options(call: AnyCall) -> dict[str, Any]:
-    """Return the arguments that `plan` and the function for one sequence share."""
+    """Return the arguments common to `plan` and the function for one sequence."""
     left, right = call.variant.window
     found: dict[str, Any] = {"causal": call.is_causal or right == 0, "sm_scale": call.scale}
     return found | _window_and_cap(left, call.variant.softcap)
@@ -171,7 +171,7 @@ def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
 def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
     """Return pages (pages, page_size, H, D), consecutive for each batch element, padded with zeros.
 
-    The padding is never read: the wrapper knows the length of the last page.
+    The padding is never read, because the wrapper gets the length of the last page.
     """
     batch, heads, length, head_dim = tensor_BHSD.shape
     pages = -(-length // page_size)
@@ -214,7 +214,7 @@ def _tensor_cores(call: AnyCall) -> bool:
 
 
 def _decode(call: Arguments, page_size: int) -> Tensor:
-    """Run paged decode: copying into pages, planning and running."""
+    """Run paged decode, including the copy into pages and the plan."""
     wrapper = _wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
     cache = (_paged(call.key, page_size), _paged(call.value, page_size))

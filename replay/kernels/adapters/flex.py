@@ -1,10 +1,10 @@
 """FlexAttention, compiled.
 
 Causal masks, windows and sequences become a block mask. A block mask that depends only on lengths
-and options is cached between calls, as a model would do; a block mask of packed sequences is made
-for every call. A recorded mask that is causal or a window becomes a block mask too. Any other mask
-becomes part of the `score_mod`: a block mask made from its values would have to be remade whenever
-they change.
+and options is cached between calls, as in a model; a block mask of packed sequences is made for
+every call. A recorded mask that is causal or a window becomes a block mask too. Any other mask
+becomes part of the `score_mod`, because a block mask would have to be remade whenever the mask's
+values change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _flex(
     enable_gqa: bool,
     options: object,
 ) -> Tensor:
-    """Run FlexAttention; `options` of the block mask only distinguish compiled functions."""
+    """Run FlexAttention; calls with other `options` of the block mask are compiled separately."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if softcap is not None:
@@ -61,7 +61,7 @@ def _flex(
     output, lse = flex_attention(
         query, key, value, changed, block_mask, scale, enable_gqa, return_lse=True
     )
-    # A sink takes part of the weight, but has no value.
+    # A sink takes a share of the weights but has no value.
     return output * torch.sigmoid(lse - sinks[:, None])[..., None].to(output.dtype)
 
 
@@ -108,7 +108,7 @@ def _block_mask_of_lengths(call: AnyCall) -> BlockMask:
 
         return create_block_mask(sees, call.query.shape[0], None, q_len, kv_len, device=str(device))
     starts_q, starts_k = call.cu_seqlens_q.to(device), call.cu_seqlens_k.to(device)
-    # The sequence of each token, so that queries see only keys of their own sequence.
+    # Find the sequence of each token, so that queries see only keys of their own sequence.
     of_query, of_key = (
         torch.repeat_interleave(starts.diff(), output_size=total)
         for starts, total in ((starts_q, q_len), (starts_k, kv_len))

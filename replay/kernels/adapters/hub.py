@@ -1,8 +1,8 @@
 """Kernels from the Hugging Face Hub, by the package `kernels` (`get_kernel`): `hub:ORG/REPO`.
 
-A kernel is a small Python package around a compiled library. It is built for the present PyTorch
-and CUDA and loaded under its own name, so it does not collide with an installed package. Without a
-network only cached kernels can be loaded; the Hub is contacted once, for at most two seconds.
+A kernel is a small Python package around a compiled library. The package is built for the installed
+PyTorch and CUDA, and loaded under its own name so that it does not collide with an installed one.
+Without a network, only cached kernels load; the Hub is contacted once, for at most two seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _limits = (
 
 @dataclass(frozen=True)
 class HubKernel:
-    """Repository, and its attention function."""
+    """Kernel of the Hub, with its repository and attention function."""
 
     repository: str
     function: str
@@ -94,7 +94,7 @@ def _fetch(repository: str) -> ModuleType | str:
     offline = hub.HF_HUB_OFFLINE
     unreachable = "" if offline else _unreachable()
     try:
-        # Without this, every attempt would wait for the missing network.
+        # Set offline mode, because otherwise every attempt would wait for the missing network.
         hub.HF_HUB_OFFLINE = bool(offline or unreachable)
         return kernels.get_kernel(repository, revision="main")
     except Exception as error:  # no build for this PyTorch, not cached, broken build …

@@ -1,4 +1,4 @@
-"""SageAttention 1 (`sageattention` 1.x, Triton): INT8 QKᵀ, float16 PV, one scale a block.
+"""SageAttention 1 (`sageattention` 1.x, Triton): INT8 QKᵀ, float16 PV, one scale per block.
 
 `sageattention.sageattn` with `tensor_layout="HND"`, which is SDPA's BHSD. By default, the function
 subtracts the mean over the sequence from the key **in place**. The adapter does not hide this, and
@@ -7,8 +7,8 @@ text becomes wrong. `smooth_k=off` keeps the key unchanged. The function support
 calls need as many queries as keys, and head_dim is 64, 96 or 128.
 
 Version 1.0.6 does not mask the end of the last block of keys in non-causal calls: unless the number
-of keys is a multiple of 64, each missing key counts in the softmax like a key of score 0. At 130
-keys that is a relative L1 error of 0.22 instead of 0.01; with more keys it matters less.
+of keys is a multiple of 64, each missing key counts in the softmax like a key of score 0. With 130
+keys the relative L1 error is 0.22 instead of 0.01; with more keys the difference is smaller.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _run(call: Arguments, smooth_k: bool) -> Tensor:
 
 
 def _prepare(call: AttentionCall, smooth_k: bool) -> Callable[[], Tensor]:
-    """Prepare only the Triton kernel, with query and key quantised and the value in float16."""
+    """Prepare the Triton kernel alone, with quantised query and key and the value in float16."""
     LIBRARY.load()
     core = importlib.import_module("sageattention.core")
     query, key, value = (unit_stride(each) for each in (call.query, call.key, call.value))

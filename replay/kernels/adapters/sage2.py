@@ -3,15 +3,15 @@
 `sage2` is `sageattn`, which picks a function by the GPU's architecture. The other kernels are these
 functions, with a variant for each combination of options that has an effect:
 
-- `quant`: `qk_quant_gran`, a scale for the rows of every warp or of every thread
+- `quant`: `qk_quant_gran`, one scale for the rows of each warp or of each thread
 - `accum`: `pv_accum_dtype`, the dtype in which PV is summed
 - `smooth_k`: subtract the key's mean over the sequence before quantising (not in place)
-- `smooth_v`: the same for the value; only if `accum` does not make the function ignore it
+- `smooth_v`: subtract the value's mean; omitted if `accum` makes the function ignore `smooth_v`
 - `quantizer`: `quantization_backend`, the code that quantises
 
 All take BHSD (`tensor_layout="HND"`), and pad head_dim to 64 or 128 themselves. Causal calls need
-as many queries as keys. Only the Triton kernel takes a mask, and only bool masks are passed: it
-would add a float mask in units of log 2, to scores that it has multiplied by log2(e).
+as many queries as keys. Only the Triton kernel takes a mask. The adapter passes only bool masks,
+because the kernel would add a float mask to scores that it has already multiplied by log2(e).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Function:
     needs: str
     variants: Variants = field(default_factory=dict)
     built: str = ""
-    """Flag of `sageattention.core` that is true if the compiled part exists."""
+    """Name of the flag in `sageattention.core` that is true if the compiled part exists."""
     mask: Constraint = limits.no_mask
     core: Callable[..., Callable[[], Tensor]] | None = None
     """Function of (call, **options) that returns the same as `Kernel.prepare`."""
@@ -113,7 +113,7 @@ def _smoothing(smooth_k: bool, smooth_v: bool = False) -> list[str]:
 
 
 def _cuda_variants(accumulators: dict[str, bool], takes_smooth_v: bool = True) -> Variants:
-    """Return a CUDA function's variants; `accumulators` tells where `smooth_v` has an effect."""
+    """Return a CUDA function's variants; in `accumulators`, True means `smooth_v` has an effect."""
     found: Variants = {}
     for quant, (accum, effective), smooth_k, smooth_v in itertools.product(
         ("per_warp", "per_thread"), accumulators.items(), (True, False), (False, True)
@@ -196,7 +196,7 @@ FUNCTIONS = (
 
 
 def _prepare_varlen(call: AnyCall, smooth_k: bool) -> Callable[[], Tensor]:
-    """Prepare `sageattn_varlen`, which quantises internally; its core excludes only the packing."""
+    """Prepare `sageattn_varlen`; the core includes quantisation and excludes only the packing."""
     packed = Packed.of(in_layout(call, unit_stride))
 
     def run() -> Tensor:

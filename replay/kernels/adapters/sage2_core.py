@@ -1,9 +1,9 @@
-"""SageAttention 2's kernels alone, on tensors quantised beforehand, as timed in its papers.
+"""SageAttention 2's kernels alone, on tensors quantised beforehand, as timed in the papers.
 
 Each function performs the steps of the public function of the same name (with default options) up
 to the launch, through the names that `sageattention.core` imports: the quantisers of
-`sageattention.quant` and the compiled parts. The library pads head dimensions other than 64 and 128
-first; such calls have no core time.
+`sageattention.quant` and the compiled parts. The library first pads head dimensions other than 64
+and 128, so calls with these dimensions have no core time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def fp8_cuda(
     core, query, key, value = _start(call)
     quantised = _quantise(core, query, key, qk_quant_gran, smooth_k, (128, 32, 64, 64))
     smooth_v = smooth_v and pv_accum_dtype == "fp32"
-    # A float16 accumulator needs small values.
+    # A float16 accumulator needs small values to avoid overflow.
     largest = 2.25 if pv_accum_dtype == "fp32+fp16" else 448.0
     value_fp8, v_scale, mean = core.per_channel_fp8(
         value, tensor_layout="HND", scale_max=largest, smooth_v=smooth_v
@@ -127,7 +127,7 @@ def _quantise(
     smooth_k: bool,
     tiles: tuple[int, int, int, int],
 ) -> tuple[Tensor, ...]:
-    """Return query, scales, key, scales in int8; tiles are block and warp rows of Q and K."""
+    """Return int8 query, scales, int8 key, scales; `tiles` are block and warp rows of Q and K."""
     q_block, q_warp, k_block, k_warp = tiles
     sizes = {"BLKQ": q_block, "WARPQ": q_warp, "BLKK": k_block}
     quantise = core.per_warp_int8_cuda

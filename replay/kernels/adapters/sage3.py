@@ -1,8 +1,8 @@
 """SageAttention 3 (`sageattn3`, built from source): FP4 attention on consumer Blackwell.
 
 `sageattn3.sageattn3_blackwell` takes BHSD. The function ignores a mask and a scale, subtracts the
-key's mean in place (the row reports it in `changed_inputs`), does not support grouped heads, and
-calls PyTorch's SDPA for head_dim 256, which is therefore refused.
+key's mean in place (the row reports this in `changed_inputs`) and does not support grouped heads.
+The adapter refuses head_dim 256, for which the function would call PyTorch's SDPA.
 """
 
 from __future__ import annotations

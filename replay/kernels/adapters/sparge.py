@@ -1,12 +1,12 @@
-"""SpargeAttn (`spas_sage_attn`, built from source): SageAttention 2 on a part of the blocks.
+"""SpargeAttn (`spas_sage_attn`, built from source): SageAttention 2 on some of the blocks.
 
 For every block of queries, `spas_sage2_attn_meansim_topk_cuda` keeps the share `topk` of the key
-blocks with the highest pooled scores. Variants have other shares; `topk=1.0` keeps all blocks. The
+blocks with the highest pooled scores. Variants keep other shares; `topk=1.0` keeps all blocks. The
 omitted blocks cause errors, which the accuracy columns show.
 
-The function ignores a mask. Causal calls are refused too: it uses causality to choose blocks but
-does not pass it to its kernel, so blocks on the diagonal are not masked inside. The choice of
-blocks does not support grouped heads, and a sequence must have at least 128 tokens (one block).
+The function ignores a mask. Causal calls are refused too: causality is used only to choose blocks,
+so the kernel does not mask inside the blocks on the diagonal. The choice of blocks does not support
+grouped heads, and a sequence must have at least 128 tokens (one block).
 """
 
 from __future__ import annotations

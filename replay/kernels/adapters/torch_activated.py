@@ -3,9 +3,8 @@
 `torch.nn.attention.activate_flash_attention_impl` (PyTorch 2.11) replaces the flash backend of the
 whole process, so the backend is activated and restored around every call, to keep other kernels
 unaffected. This costs the host some tens of microseconds (in `host_ms`, and in the time of shorter
-calls); a model would activate the backend once. PyTorch contains only the adapters: FA3 and FA4 are
-installed as for `fa3` and `fa4`, and each PyTorch version's adapter fits only some of their
-versions.
+calls); a model would activate the backend once. PyTorch contains only adapters: FA3 and FA4 must be
+installed as for `fa3` and `fa4`, and each version of PyTorch supports only some of their versions.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _attention(implementation: str) -> Attention:
 
 @functools.cache
 def _trial(attention: Attention, device: torch.device) -> str | None:
-    """Run a small call once, because an adapter fails on untested versions of the library."""
+    """Run a small call once, because PyTorch's adapter fails on untested versions of a library."""
     try:
         with torch.no_grad():
             query = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""PyTorch's own SDPA: one kernel per backend, eager, compiled and autotuned.
+"""PyTorch's own SDPA: each backend is an eager, a compiled and an autotuned kernel.
 
 `torch-default` lets PyTorch choose the backend, as a model does. `-compiled` is `torch.compile` in
 its default mode, `-autotuned` in `max-autotune`, which on a GPU also records CUDA graphs.
@@ -55,9 +55,9 @@ _SWITCHES: dict[SDPBackend, tuple[Callable[[], bool], Callable[[bool], None]]] =
 def _eager(backend: SDPBackend | None) -> Attention:
     """Return SDPA, restricted to one backend or unrestricted.
 
-    A user restricts a whole model once, but here other kernels run in between. `sdpa_kernel` takes
-    longer than a short call (8 µs compared with 6 µs on an AMD EPYC); setting the switches directly
-    takes 1 µs.
+    A user restricts a whole model once, but here other kernels run between the calls, so every call
+    sets the switches. `sdpa_kernel` takes longer than a short call (8 µs compared with 6 µs on an
+    AMD EPYC); setting the switches directly takes 1 µs.
     """
     if backend is None:
         return TORCH_SDPA
@@ -82,8 +82,7 @@ def _to_compile(backend: SDPBackend | None) -> FunctionType:
     """Return SDPA, possibly restricted, in a form that `torch.compile` can trace.
 
     The restriction is inside the function because PyTorch's compile cache ignores restrictions
-    outside: for `sdpa_kernel(MATH)`, the cache would return a graph made for flash (seen with torch
-    2.13).
+    around it: under `sdpa_kernel(MATH)`, the cache returns a graph made for flash (torch 2.13).
     """
 
     def attention(*arguments: Any, **named: Any) -> Tensor:
@@ -128,9 +127,9 @@ def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
 
 
 def _too_large_for_math(call: AttentionCall) -> str | None:
-    """Refuse calls on the CPU whose allocations would kill the process instead of raising."""
+    """Refuse CPU calls so large that the system would end the process instead of raising."""
     shape = call.shape
-    # Scores and probabilities need at least float32.
+    # Scores and probabilities take at least four bytes per element.
     needed = 2 * shape.batch * shape.q_heads * shape.q_len * shape.kv_len * 4
     if call.device.type != "cpu" or needed < available_bytes(call.device):
         return None
@@ -138,7 +137,7 @@ def _too_large_for_math(call: AttentionCall) -> str | None:
 
 
 def _reason(messages: list[str]) -> str:
-    """Return the informative sentence among the warnings about every skipped backend."""
+    """Return the first warning that states why a backend refuses a call; empty if there is none."""
     sentences = [message.partition(" (Triggered internally")[0].strip() for message in messages]
     return next(
         (

@@ -1,8 +1,8 @@
 """PyTorch's own attention over packed sequences: `torch.nn.attention.varlen.varlen_attn`.
 
-The function runs PyTorch's built-in FlashAttention 2 on THD; causality is a window whose right side
-is 0, aligned bottom right. Each release since 2.10 has more parameters; a call that needs a missing
-one is refused.
+The function runs PyTorch's built-in FlashAttention 2 on THD. A causal mask is a window with a right
+side of 0, aligned bottom right. Each release since 2.10 has added parameters; a call that needs a
+missing parameter is refused.
 """
 
 from __future__ import annotations

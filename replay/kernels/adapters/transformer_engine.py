@@ -6,8 +6,8 @@ caches the choice. A process can therefore run only one of the three kernels. Ea
 own worker; without workers, the first kernel called runs and the others are refused. The library
 takes BSHD and returns the heads joined, (B, S, Hq · Dv).
 
-No mask is passed. Causal calls have either alignment; windows are aligned bottom right, so a call
-aligned top left with a window needs as many queries as keys.
+The adapter passes no mask. The library supports both alignments of causal calls, but aligns windows
+bottom right, so a call aligned top left with a window needs as many queries as keys.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _unavailable(backend: str, device: torch.device) -> str | None:
         return reason
     if _chosen == backend:
         return LIBRARY.unavailable(device)
-    # Importing the library would choose the backend, which this check must avoid.
+    # Do not import the library here, because the import would choose the backend.
     if reason := LIBRARY.wrong_device(device):
         return reason
     if not version(LIBRARY.package) and importlib.util.find_spec("transformer_engine") is None:
@@ -107,7 +107,7 @@ def _mask_type(call: Arguments) -> str:
 
 
 def _window(call: Arguments) -> dict[str, tuple[int, int]]:
-    """Return the window; a causal window ends at the diagonal, others are limited on both sides."""
+    """Return the window argument; causal windows end at the diagonal, others have two sides."""
     left, right = call.variant.window
     if (left, right) == (None, None):
         return {}
@@ -135,7 +135,7 @@ def _run(call: Arguments, backend: str) -> Tensor:
 
 
 def _prepare(call: AnyCall, backend: str) -> Callable[[], Tensor]:
-    """Copy the tensors: the fused backend ignores strides (2.20.2)."""
+    """Copy the tensors, because the fused backend ignores strides (2.20.2)."""
     laid_out = in_layout(call, contiguous_bshd)
     return lambda: _run(laid_out, backend).transpose(1, 2)
 

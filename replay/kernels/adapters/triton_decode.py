@@ -1,10 +1,10 @@
 """Our Triton kernels for one or a few query tokens: keys in one piece, and keys in pages.
 
-If the value is the first part of the key, as in DeepSeek's absorbed latent attention, both are read
-only once. A cache that was captured in pages is read in place. The paged kernel copies any other
-cache into pages in a random order. The kernel's drop-in time includes this copy; its core time does
-not. The pages of a padded batch contain only the tokens that the mask keeps visible. `page_size` is
-an option: the kernel's name with `[page_size=64]`.
+If the value is the first part of the key, as in DeepSeek's absorbed latent attention, the shared
+part is read only once. A cache that was captured in pages is read in place. The paged kernel copies
+any other cache into pages in a random order. The kernel's drop-in time includes this copy; its core
+time does not. The pages of a padded batch contain only the tokens that the mask keeps visible. The
+option `page_size` follows the kernel's name, as in `[page_size=64]`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DECODE_LIMITS = (
 
 LATENT, TAIL = 512, 128
 """Maximum head dimension of a value that is the first part of its key (absorbed MLA), and of the
-key's other part. DeepSeek's are 512 and 64."""
+key's other part. In DeepSeek's models the dimensions are 512 and 64."""
 
 
 def _head_dim(call: AttentionCall) -> str | None:
@@ -77,9 +77,9 @@ def _decode(call: Arguments) -> Tensor:
 
 
 def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
-    """Return SDPA's key and value in pages, and each sequence's start in its pages.
+    """Return SDPA's key and value in pages, and the start of each sequence in its pages.
 
-    The starts are None if all sequences start at 0.
+    The starts are None if every sequence starts at 0.
     """
     from attention_kernels.decode.paging import page
 

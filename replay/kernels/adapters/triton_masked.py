@@ -1,7 +1,6 @@
-"""Our FlashAttention-2-style kernel in Triton that skips key blocks hidden by a mask.
+"""Our FlashAttention-2-style kernel in Triton that skips fully masked key blocks.
 
-The core starts with the mask's visible blocks already computed, as in a model whose layers share a
-mask.
+The core gets the visible blocks of the mask, as in a model whose layers share a mask.
 """
 
 from __future__ import annotations

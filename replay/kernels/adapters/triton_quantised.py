@@ -4,8 +4,8 @@
 bits), `triton-fp8` has both products in FP8, and `triton-sage-fp8` has INT8 QKᵀ and FP8 PV. With
 `[smooth_k=off]` no mean is subtracted from the keys. PV in FP8 is summed in float32 from block to
 block, or with `[accum=tensor]` in the tensor cores, as in FlashAttention 3 and cuDNN. The drop-in
-quantises key and value with every call. The core starts with quantised keys and values and a mask's
-visible blocks already computed; it quantises the query itself.
+quantises key and value at every call. The core gets quantised keys and values and the visible
+blocks of the mask, and quantises only the query.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
 
 
 def _lengths_of(call: AnyCall) -> Any:
-    """Return the rows that belong to each sequence; None if the call has no lengths.
+    """Return the lengths of a call's sequences; None if the call has no lengths.
 
-    The function waits for the GPU if the call does not state the longest packed sequence.
+    The function waits for the GPU if the call does not state its longest packed sequence.
     """
     offsets, used = call.cu_seqlens_q, call.seqused_k
     if offsets is None and used is None:

@@ -1,7 +1,7 @@
 """Our decode over a key/value cache in 8 bits: `triton-decode-int8` and `triton-decode-fp8`.
 
 The core reads a cache that is already in 8 bits, as in a server. The drop-in gets a 16-bit cache
-and quantises all of it at every call, so it takes longer than decode in 16 bits. The cache of
+and quantises the whole cache at every call, so it takes longer than decode in 16 bits. The cache of
 `triton-paged-decode-int8` and `triton-paged-decode-fp8` has pages of 128 tokens.
 """
 

@@ -1,13 +1,13 @@
 """Our Triton kernels that decode with a share of the keys: in one piece, and in pages.
 
 The drop-in chooses tokens and attends to them. The core attends to given tokens, as in a model with
-a cheap way of choosing. The choice is the highest-scoring keys of each key head
+a cheap way of choosing. The highest-scoring keys of each key head are chosen
 (`attention_kernels/sparse/token_choice.py`). Scoring reads every key, so the drop-in cannot be much
-faster than attention to all keys. Its error is the minimum for any choice of equally many keys.
+faster than attention to all keys. No other choice of equally many keys would have a smaller error.
 Options are `keep`, the share of keys kept, and `page_size`, as in
 `triton-sparse-decode[keep=0.05]`.
 
-They do not run by default, since their users decide which tokens may be left out.
+These kernels do not run by default, because users must decide which tokens may be left out.
 """
 
 from __future__ import annotations

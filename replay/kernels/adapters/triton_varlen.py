@@ -1,8 +1,8 @@
-"""Our Triton kernel for sequences of different lengths; it reads only visible keys, in place.
+"""Our Triton kernel for sequences of different lengths, which reads only visible keys, in place.
 
-In a padded batch the mask determines the visible keys, in a packed batch the sequences, and in a
-cache `seqused_k`. Nothing is copied. The lengths are computed on the GPU, without making the host
-wait. The core starts with known lengths, as all layers of a model except the first do.
+The visible keys are determined by the mask in a padded batch, by the sequences in a packed batch,
+and by `seqused_k` in a cache. Nothing is copied. The lengths are computed on the GPU, so the host
+does not wait. The core gets known lengths, as all layers of a model except the first do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replay.kernels.wrapping import at_once, register_adapted
 
 
 def _mask_and_lengths(call: AnyCall) -> str | None:
-    """Refuse a mask with lengths: the diagonal of a padded batch depends on its padding."""
+    """Refuse a mask with lengths, because the diagonal of a padded batch depends on its padding."""
     if call.attn_mask is None:
         return None
     if not {"bottom-right", "packed", "key-lengths"}.intersection(call.features):

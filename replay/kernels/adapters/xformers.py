@@ -1,14 +1,14 @@
 """xFormers: `xformers.ops.memory_efficient_attention`, which chooses among its own kernels.
 
-The function takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the
-query's dtype; and the library's own masks: `LowerTriangularMask`, aligned top left like SDPA's
-causal mask, and others for bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool
-mask becomes a bias inside the timed call. Bias rows must be aligned to 8 elements: an
+The function takes BSHD, grouped heads as views with a fifth dimension, and a mask as a bias of the
+query's dtype. It also takes the library's own masks: `LowerTriangularMask`, aligned top left like
+SDPA's causal mask, and others for bottom right, windows and packed sequences (`BlockDiagonalMask`).
+A bool mask becomes a bias inside the timed call. Bias rows must be aligned to 8 elements, so an
 unaligned slice of a larger mask is copied. A mask whose number of keys is not a multiple of 8 is
 refused, not padded.
 
 Windows run only on the library's FlashAttention; everything else also runs on PyTorch's efficient
-kernel. Without its compiled part the library can be imported, but refuses every call.
+kernel. Without its compiled part, the library can be imported but refuses every call.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _window_of_flash(call: AttentionCall) -> str | None:
 
 
 def _enough_keys(call: AttentionCall) -> str | None:
-    """Refuse causal packed sequences with fewer keys than queries; this check waits for the GPU."""
+    """Refuse causal packed sequences with fewer keys than queries; wait for the GPU to find out."""
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     if offsets_q is None or offsets_k is None:
         return None
@@ -86,7 +86,7 @@ def _causal_packed_window(call: AnyCall) -> str | None:
 
 
 def _structure(call: AnyCall) -> object:
-    """Return causality, window and sequences as a mask of the library; None if unlimited."""
+    """Return the library's mask for causality, window and sequences; None if keys are unlimited."""
     module: Any = LIBRARY.load()
     left, right = call.variant.window
     is_causal = call.is_causal or right == 0
@@ -132,7 +132,7 @@ def _bias(call: AnyCall) -> object:
 
 
 def _grouped(call: Arguments, bias: object) -> tuple[Tensor, Tensor, Tensor, object]:
-    """Return BSHD tensors and their bias, with grouped heads as (B, S, key heads, group, D)."""
+    """Return BSHD tensors and a bias, with grouped heads as (B, S, key heads, group, D)."""
     query, key, value = call.query, call.key, call.value
     kv_heads = key.shape[2]
     if query.shape[2] == kv_heads:
