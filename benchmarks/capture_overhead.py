@@ -306,7 +306,7 @@ def not_kept(scratch: Path, figures: Figures, blocks: int = 40, calls: int = 1_0
 
 
 def small_calls(scratch: Path, count: int, figures: Figures) -> None:
-    """Time keeping every one of `count` tiny calls on the CPU, until they are on disk."""
+    """Time keeping all of `count` tiny calls on the CPU, until the calls are on disk."""
     attention, states = Attention(), torch.randn(STATES)
     with tempfile.TemporaryDirectory(dir=scratch) as out, torch.no_grad():
         start = time.perf_counter()

@@ -22,7 +22,7 @@ from benchmarks.full_size import run
 from benchmarks.gpu import gpu
 from replay.rows.fields import leaf
 
-MODELS = {  # the length of a run, and how many of its calls are replayed
+MODELS = {  # length of a run, and number of its calls that are replayed
     "cogvideo": "--steps 2 --max 2",
     "flux": "--steps 4 --max 4",
     "llama": "--steps 64 --max 8",

@@ -3,7 +3,7 @@
     python -m benchmarks.full_size [--kernels all] [--models cogvideo,flux] [--env NAME=PYTHON]
 
 Captures CogVideoX-2b (17,776 tokens), FLUX.1-dev (1024²) and Llama-2-7b (4096-token prefill and
-decode) as their pipelines call attention, four calls each, and replays them. Writes
+decode) in their pipelines, four attention calls each, and replays these calls. Writes
 `benchmarks/results/full_size.csv`.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(command: str) -> str:
-    """Run one of our commands, written as in a shell, and return what it printed."""
+    """Run one of our commands, written as in a shell, and return its output."""
     print("$", command, flush=True)
     words = [sys.executable, "-m", *shlex.split(command)]
     printed = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout

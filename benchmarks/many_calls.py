@@ -3,8 +3,8 @@
     python -m benchmarks.many_calls
 
 Simulated workers return rows at once, one for every call and kernel; rows are written as by
-`--json`. Writes `benchmarks/results/many_calls.csv`, a line for each number of rows, of kernels and
-of devices. Takes about two minutes, without a GPU.
+`--json`. Writes `benchmarks/results/many_calls.csv`, a line for each combination of rows, kernels
+and devices. Takes about two minutes, without a GPU.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python -m benchmarks.many_gpus                    four replays, on two GPUs about four minutes
     python -m benchmarks.many_gpus --calls 4 --only warm --kernels torch-default,torch-flash
 
-Records 16 calls of random values in sizes of FLUX.1, CogVideoX-2b and Llama 3 and replays them with
-the command: on all GPUs with empty compile caches, on one and on all GPUs with the filled caches,
-and on one GPU with empty caches. With `--only warm`, a replay of one call of each size fills the
-caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each replay; figures
-of other calls or kernels are kept.
+Records 16 calls of random values in sizes of FLUX.1, CogVideoX-2b and Llama 3, and replays these
+calls with the command: on all GPUs with empty compile caches, on one and on all GPUs with the
+filled caches, and on one GPU with empty caches. With `--only warm`, a replay of one call of each
+size fills the caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each
+replay; figures of other calls or kernels are kept.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 python -m benchmarks.marked_replay FILE [arguments of replay]
 
-Like the command, it starts the workers before it imports PyTorch.
+Like the command, this program starts the workers before it imports PyTorch.
 """
 
 from __future__ import annotations

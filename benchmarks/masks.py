@@ -42,7 +42,7 @@ def adding(spec: Spec) -> dict[str, Any]:
 
 
 def _documents(spec: Spec, *, is_float: bool) -> dict[str, Any]:
-    """Return a dense mask of eight documents of equal length, without an option that states it."""
+    """Return eight documents of equal length as a dense causal mask, without other options."""
     position = torch.arange(spec.q_len)
     mask = position[:, None] >= position
     mask &= position[:, None] * 8 // spec.q_len == position * 8 // spec.q_len

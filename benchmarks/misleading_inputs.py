@@ -3,9 +3,9 @@
     python -m benchmarks.misleading_inputs                full size, with random weights (one GPU)
     python -m benchmarks.misleading_inputs --size tiny    the trained built-in models, also on a CPU
 
-Captures a few calls of each model and replays them with `--versus-random --metric all`, compared
-with standard normal values and with values of each channel's recorded mean and deviation. Puts the
-lines of this machine and size into `benchmarks/results/misleading_inputs.csv`.
+Captures a few calls of each model and replays these calls with `--versus-random --metric all`,
+compared with standard normal values and with values of each channel's recorded mean and deviation.
+Puts the lines of this machine and size into `benchmarks/results/misleading_inputs.csv`.
 """
 
 from __future__ import annotations

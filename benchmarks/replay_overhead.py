@@ -143,7 +143,7 @@ def load_all(directory: Path, *, check: bool) -> None:
 
 
 def read_all(paths: list[Path]) -> None:
-    """Read each file into memory of its own, as loading has to."""
+    """Read each file into its own memory, as loading has to."""
     for path in paths:
         buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # uninitialised, as in loading
         with path.open("rb", buffering=0) as file:
@@ -172,7 +172,7 @@ def whole(
     *,
     with_energy: bool,
 ) -> None:
-    """Time the command, and its stages."""
+    """Time the whole command and each of its stages."""
     name = "replay --metric all" if with_energy else "replay"
     with tempfile.TemporaryDirectory() as scratch:
         said = Path(scratch) / "marks.json"

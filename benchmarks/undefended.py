@@ -1,8 +1,8 @@
 """A worker that does not judge timed calls, for comparison (`benchmarks.defence_overhead`).
 
-It replaces `replay.workers.kernel_server` in a separate process. It omits the defences against
-cheating kernels: new inputs for every timed call, sampled rows of the outputs, checks of settings
-and functions, and the block of calls timed by another clock.
+The worker replaces `replay.workers.kernel_server` in a separate process. It omits the defences
+against cheating kernels: new inputs for every timed call, sampled rows of the outputs, checks of
+settings and functions, and the block of calls timed by another clock.
 """
 
 from __future__ import annotations

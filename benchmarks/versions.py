@@ -140,7 +140,7 @@ def _compare(versions: dict[str, _Version], ask: dict[str, Any], rounds: int) ->
 
 
 def serve() -> None:
-    """Answer questions on standard input until it ends."""
+    """Answer questions from standard input until its end."""
     kept: dict[str, tuple[Callable[[], Any], float, float]] = {}
     for line in sys.stdin:
         question = json.loads(line)

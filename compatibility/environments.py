@@ -53,7 +53,7 @@ ENVIRONMENTS = (
 
 
 class CannotBuild(Exception):
-    """The environment cannot be built here; the message says why."""
+    """The environment cannot be built here; the message states the reason."""
 
 
 def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path, str]:

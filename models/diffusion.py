@@ -1,4 +1,4 @@
-"""Loads diffusers pipelines, and builds runnables of them."""
+"""Loads diffusers pipelines, and builds runnables from them."""
 
 from __future__ import annotations
 

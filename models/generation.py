@@ -48,7 +48,7 @@ def prompt_ids(
     """Return token ids (1, length) on the CPU, and a description of the prompt.
 
     The user's prompt is used in full. Without a prompt, the result has exactly ``tokens`` ids, from
-    repetitions of ``passage``. Without a tokenizer, the ids are random, by the seed.
+    repetitions of ``passage``. Without a tokenizer, the ids are drawn at random from the seed.
     """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(request.seed)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from .errors import ModelError
 
 SCORED_TOKENS = 4096
-"""Maximum number of scored tokens of a text. Their logits (128k each) take 1 GiB in bfloat16."""
+"""Maximum number of scored tokens, whose logits (128k each) take 1 GiB in bfloat16."""
 
 
 @dataclass(frozen=True)

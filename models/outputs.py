@@ -68,7 +68,7 @@ def of_anything(result: Any) -> Outputs:
         return _outputs("diffusion", pictures)
     found = _first(result)
     if found and found["output"].ndim == 2 and found["output"].dtype == torch.int64:
-        # This is what `generate` returns by default.
+        # By default, `generate` returns only token ids.
         return _outputs("language", {"sequences": found["output"][:1]})
     return _outputs("tensor", found)
 

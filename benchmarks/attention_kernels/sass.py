@@ -4,10 +4,10 @@
     python -m benchmarks.attention_kernels.sass --compare BEFORE AFTER
 
 The first command compiles kernels for Hopper (sm_90a), as `other_gpus` does, for calls of every
-family, in five minutes of CPU time and two processes. It prints and writes a line for each program,
-with a digest of its SASS, encodings included. Functions are numbered in the SASS, because their
-names may include the path of a module. The second command lists the differences between two such
-files, and exits with 1 if there are any. A change that only moves kernels should cause no
+family, in five minutes of CPU time and two processes. The command prints and writes a line for each
+program, with a digest of its SASS, encodings included. Functions are numbered in the SASS, because
+their names may include the path of a module. The second command lists the differences between two
+such files, and exits with 1 if there are any. A change that only moves kernels should cause no
 differences.
 """
 

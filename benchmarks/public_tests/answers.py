@@ -48,8 +48,8 @@ class Answers:
         """Return attention and the natural logarithm of each row's sum of exponentials, (B, Hq,
         Sq).
 
-        The logarithm comes from `triton-varlen`, for packed sequences. For other kernels it is NaN,
-        which fails every comparison.
+        The logarithm comes from `triton-varlen`, for packed sequences. For other kernels the
+        logarithm is NaN, which fails every comparison.
         """
         fitted = call.without_pages()
         is_asked = self.asked is None or function in self.asked

@@ -1,4 +1,4 @@
-"""Draws parametrisations of a test and runs it on them."""
+"""Draws parametrisations of a test and runs the test on them."""
 
 from __future__ import annotations
 

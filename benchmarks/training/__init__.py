@@ -5,6 +5,6 @@
     python -m benchmarks.training.cogvideo     videos of a moving captioned shape
 
 Each script generates its data, trains, saves, reloads the saved model as a user would, evaluates
-it, and writes the model card next to the weights. Nothing is downloaded. The scripts are not part
-of the installed package.
+the model, and writes the model card next to the weights. Nothing is downloaded. The scripts are not
+part of the installed package.
 """

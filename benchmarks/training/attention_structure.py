@@ -4,7 +4,7 @@
     python -m benchmarks.training.attention_structure llama --steps 2
 
 Calls are recorded with our own `capture`, over every layer and step of one full inference; decode
-calls, which have one query, are left out. A Markdown table goes to stdout.
+calls, which have one query, are omitted. A Markdown table goes to stdout.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ SNR_SHIFT = 50.0
 """Factor by which the schedule is noisier than Stable Diffusion's; CogVideoX-2b has 3.
 
 A thing's place and motion show in thousands of latent values at once, so they are decided while the
-noise is still a thousand times the signal. With 3, this phase is over after the first of ten steps,
-and takes a tenth of the training.
+noise is still a thousand times the signal. With a factor of 3, this phase is over after the first
+of ten steps, and takes a tenth of the training.
 """
 
 

@@ -1,7 +1,7 @@
 """The text that ships with Python: the standard library's sources and the language reference.
 
-A checksum of its name assigns each document to one of three parts, so that a file held out with one
-Python version is held out with every other. Licence of the text: PSF.
+A checksum of each document's name assigns it to one of three parts, so that a file held out with
+one Python version is held out with all others. Licence of the text: PSF.
 """
 
 from __future__ import annotations

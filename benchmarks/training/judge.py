@@ -135,7 +135,7 @@ def score(scene: Scene, watched: Watched) -> dict[str, bool]:
     """Return which parts of the caption of ``scene`` are true of the ``watched`` things.
 
     The parts are ``colours``, ``shapes`` and ``textures`` of the middle frame, ``layout`` for two
-    things, ``motion`` for a moving one, and ``all`` of them.
+    things, ``motion`` for a moving thing, and ``all`` parts together.
     """
     seen = {thing.colour: thing for thing in watched.middle}
     wanted = {thing.colour: thing for thing in scene.things}

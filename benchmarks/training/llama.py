@@ -49,7 +49,7 @@ class Scale:
 
 
 FULL = Scale(
-    context=1152,  # 1,024 for a prompt, and some to generate
+    context=1152,  # 1,024 tokens for a prompt, and some to generate
     batch=32,
     vocabulary=2048,
     hidden=256,

@@ -163,7 +163,7 @@ def _optimisers(
 
 def _rate(stage: Stage, steps: int, progress: float) -> float:
     """Return the learning rate relative to its maximum, after ``steps`` steps."""
-    # A short run warms up for a tenth of its steps.
+    # A short run warms up for only a tenth of its steps.
     warm_up = min(WARM_UP_STEPS, max(1, stage.steps // 10))
     rate = 0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2
     return rate * min(1.0, (steps + 1) / warm_up)

@@ -32,7 +32,7 @@ MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (
 
 SHADE = 0.55  # brightness of the dark part of a texture
 PERIOD = 1 / 6  # period of a texture, in picture heights
-CLOUDS = 0.1  # contrast of a background: faint, or it would be most of what is learned
+CLOUDS = 0.1  # contrast of a background; with more, models would learn mostly backgrounds
 HELD_OUT_ONE_IN = 4
 
 

@@ -90,7 +90,7 @@ def _by_queries(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
 
 
 def _holders_of_keys(parts: Sequence[AttentionCall]) -> Sequence[AttentionCall]:
-    """Return the parts whose key/value heads together form those of the whole call.
+    """Return the parts whose key/value heads together are all key/value heads of the whole call.
 
     If there are fewer key/value heads than ranks, neighbouring ranks hold the same head.
     """

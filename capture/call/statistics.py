@@ -27,9 +27,9 @@ class CallStatistics:
     """
 
     outlier_channels: float
-    """Number of outlier channels of K, in the head with the most. Their root mean square is over
-    four times the median channel's. Such channels use up the range of an 8-bit scale (KIVI, Liu et
-    al. 2024)."""
+    """Number of outlier channels of K, in the head with the most. An outlier channel's root mean
+    square is over four times the median channel's. Outlier channels use up the range of an 8-bit
+    scale (KIVI, Liu et al. 2024)."""
     key_offset: float
     """‖mean of K over tokens‖ / ‖standard deviation of K over tokens‖, with norms over channels.
     Smoothing K removes the mean (SageAttention, Zhang et al. 2024). The ratio is infinite for equal

@@ -144,7 +144,7 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
 
 
 def _part(origin: Origin) -> str:
-    """Describe the part of its calls that a rank recorded: `heads 4-7, split over ranks 0-1`."""
+    """Describe the part of each call that a rank recorded: `heads 4-7, split over ranks 0-1`."""
     of_whole = f"{origin.split} {origin.heads}".strip() if origin.split == "heads" else origin.split
     return f"{of_whole}, split over ranks {ranges(tuple(sorted(origin.split_ranks)))}"
 

@@ -116,7 +116,7 @@ def _version(package: str) -> str:
 
 
 LARGEST = 2**63 - 1
-"""Largest integer value of an option; sizes and seeds in torch do not exceed this limit."""
+"""Maximum integer value of an option; sizes and seeds in torch do not exceed this limit."""
 
 
 def not_empty(given: str) -> str:

@@ -51,7 +51,7 @@ def is_full_stdout() -> bool:
 def give_up_stdout(command: str, error: OSError) -> int:
     """Report that stdout cannot be written, unless its reader closed it; return the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, _STDOUT)  # receives the rest of the buffer
+    os.dup2(nowhere, _STDOUT)  # receives the rest of stdout's buffer
     os.close(nowhere)
     if not isinstance(error, BrokenPipeError):
         print(f"{command}: cannot write to stdout: {error.strerror}", file=sys.stderr)

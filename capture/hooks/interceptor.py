@@ -162,11 +162,11 @@ def intercept(
 ) -> Iterator[None]:
     """Route every SDPA call of this process, from any thread, through `handler`.
 
-    During the interception, compiled modules run eagerly. With `traced`, they stay compiled, with
-    `traced` in place of the call. Unless `keeps_fast_path`, `nn.MultiheadAttention` does not use
-    its fused fast path, so that no call is missed. On exit everything is restored and earlier
-    compiled code is used again. SDPA calls inside an SDPA implementation belong to the outer call
-    and are not handled again.
+    During the interception, compiled modules run eagerly. If `traced` is given, compiled modules
+    stay compiled, with `traced` in place of the call. Unless `keeps_fast_path`,
+    `nn.MultiheadAttention` does not use its fused fast path, so that no call is missed. On exit
+    everything is restored and earlier compiled code is used again. SDPA calls inside an SDPA
+    implementation belong to the outer call and are not handled again.
 
     Raises:
         RuntimeError: another interception is active.

@@ -39,9 +39,9 @@ class CallRecorder:
     def observer(self) -> Observer:
         """Return a function that counts each SDPA call, and stores the calls that are selected.
 
-        The function runs at every call, so most calls cost only one look-up in a dictionary. They
-        need no lock, because the GIL is not released within `+= 1`, and because a call that the
-        sampler refused stays refused until the sampler changes.
+        The function runs at every call, so most calls cost only one look-up in a dictionary. These
+        calls need no lock, because the GIL is not released within `+= 1`, and because a call that
+        the sampler refused stays refused until the sampler changes.
         """
         groups, running = self.seen.groups, self._context.tracker.running
         sampler, next_index = self._context.sampler, self._next_index

@@ -44,7 +44,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(capture: CaptureRecord, seed: int | None, rank: int | None) -> CaptureRecord:
-    """Check a capture's record, and return it as it will be read back."""
+    """Check a capture's record, and return the record that a reader will get."""
     try:
         typed(int | None, seed, "`seed=`")
         typed(int | None, rank, "`rank=`")

@@ -37,8 +37,7 @@ def difficulty(call: AttentionCall) -> Tensor:
     """Return the difficulty, a float32 scalar on the call's device.
 
     The difficulty is NaN for a call without tokens, or with NaN or infinite values. This function
-    waits for the device only if the call has pages. It does not use random numbers or PyTorch's
-    attention.
+    uses no random numbers and not SDPA, and waits for the device only for pages.
     """
     with torch.autocast(call.device.type, enabled=False):
         call = call.without_pages()

@@ -14,8 +14,8 @@ from capture.call.strides import picked
 def with_pages_read(call: AttentionCall) -> AttentionCall:
     """Return the call with a pool of only the pages that it reads, in their order in memory.
 
-    The pages get new numbers. A page that several sequences share is stored once. Page table
-    entries beyond the used keys become 0. Waits for the GPU.
+    The pages in the pool are renumbered. A page that several sequences share is stored once. Page
+    table entries beyond the used keys become 0. Waits for the GPU.
     """
     assert call.page_table is not None
     assert call.seqused_k is not None

@@ -46,7 +46,7 @@ def declared(
     """Return the part of each call that the user declared for this rank; None without `split`.
 
     Args:
-        heads: heads of each call to record; None for all.
+        heads: query heads of each call that are recorded; None for all.
     """
     if split is None:
         if ranks is not None:

@@ -45,14 +45,14 @@ class Writer:
     """The writer of one capture's calls, in files named `STEM-INDEX.safetensors`.
 
     Args:
-        journal: journal that receives a line for every call chosen, dropped or completed. Its name
-            is the STEM of the files.
+        journal: journal that receives a line for every call chosen, dropped or completed. The
+            journal's name is the STEM of the files.
         counts: counts of the time that the model waits, and of the bytes written.
         buffer_bytes: memory for calls that wait; a larger call is accepted if no other call waits.
         final: True if the sampler never drops a call, so that every call is written immediately.
         durable: True to write every call to the disk before `put` returns.
-        failed: function that receives the index of a call that cannot be written, and the error. It
-            must not raise.
+        failed: function that receives the index of a call that cannot be written, and the error.
+            This function must not raise.
     """
 
     def __init__(

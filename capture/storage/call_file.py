@@ -1,4 +1,4 @@
-"""Writes and reads the file of one call. Its safetensors header holds all other data."""
+"""Writes and reads the file of a call; the safetensors header holds all but the tensors."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
     """Return the results of `work` for all items; use only this thread if no other can start.
 
     Args:
-        work: function of one item. It may be called twice for the same item.
+        work: function of one item. `work` may be called twice for the same item.
     """
     if len(items) < 2:
         return [work(item) for item in items]

@@ -6,7 +6,7 @@ import re
 
 MANIFEST = "manifest.json"
 LONGEST_MANIFEST = 256 << 20
-"""Maximum size of a manifest in bytes. A stored call takes about 3,000 bytes."""
+"""Maximum size of a manifest in bytes; each stored call takes about 3,000 bytes of it."""
 
 JOURNAL = ".journal"
 """Extension of the journal of a capture in progress."""

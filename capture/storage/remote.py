@@ -56,7 +56,7 @@ def without_secrets(address: str) -> str:
 
 
 def path_of(address: str) -> str:
-    """Return the path in an address, which shows by its extension whether it is an archive.
+    """Return the path in an address; its extension shows whether the address is an archive.
 
     For an address of several parts (`zip://FOLDER::s3://BUCKET/FILE`), the result is the first
     path that is not empty.
@@ -183,7 +183,7 @@ def _as_dataset_error(shown: str) -> Iterator[None]:
 
 
 def _explained(shown: str, error: Exception) -> DatasetError:
-    """Return an error that says what failed and what to do."""
+    """Return an error that states what failed and what to do."""
     scheme, causes = _scheme(shown), list(_causes(error))
     names = {each.__name__ for cause in causes for each in type(cause).__mro__}
     statuses = {_status(cause) for cause in causes}

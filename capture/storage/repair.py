@@ -65,8 +65,8 @@ def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str
             system without locks.
 
     Returns:
-        A sentence for each capture that had not ended or was damaged, by the beginning of its file
-        names.
+        A sentence for each capture that had not ended or was damaged, keyed by how its file names
+        begin.
 
     Raises:
         OSError: the directory cannot be written. The journals are kept.

@@ -25,8 +25,8 @@ class UnfinishedCapture:
         """Read the capture of a journal, and count the journal's unreadable lines.
 
         Args:
-            over: True if no process writes the capture any more. Only then, files are read that
-                have no line in a damaged journal.
+            over: True if no process writes the capture any more. Only then are files read that have
+                no line in a damaged journal.
 
         Raises:
             ValueError: no line or file describes the capture.

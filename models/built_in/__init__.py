@@ -1,7 +1,7 @@
 """Named models, with one file per family.
 
 To add a family, write a file with the three members of `Family`. To list the names, e.g. for
-``--help``, all these files are imported, so they import torch and the libraries inside functions.
+``--help``, all these files are imported, so each imports torch and libraries inside functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlexAttention: `torch.nn.attention.flex_attention.flex_attention`, eager or compiled.
 
-A block mask is a function of positions. It is written out as a bool mask of at most `MOST_PAIRS`
-pairs. A call with a `score_mod`, an arbitrary function of the scores, is only counted.
+A block mask, which is a function of positions, is written out as a bool mask of at most
+`MOST_PAIRS` pairs. A call with a `score_mod`, an arbitrary function of the scores, is only counted.
 """
 
 from __future__ import annotations
