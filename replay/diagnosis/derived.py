@@ -36,7 +36,7 @@ def gathered(
 ) -> AttentionCall:
     """Return the call with some of its queries and keys, in the given order.
 
-    Causality and window follow the new positions. The tensors keep the memory order of their
+    Causal masks and windows apply to the new positions. The tensors keep the memory order of their
     dimensions, without gaps.
 
     Args:
@@ -60,7 +60,7 @@ def gathered(
 def changed(call: AttentionCall) -> AttentionCall:
     """Return the call with different values of equal size: -Q, K in reverse order, and -V.
 
-    The first element of each tensor stays unchanged, because a cache may identify calls by these.
+    The first element of each tensor stays unchanged, because a cache may use it to identify calls.
     """
     found = call.to(call.device).tensors()
     for name in ("query", "key", "value"):

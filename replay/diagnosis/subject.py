@@ -79,8 +79,8 @@ class Score(NamedTuple):
 
     passes: bool
     error: float
-    """‖output - reference‖ / ‖reference‖ over the rows; infinite if only one of the two has a NaN
-    or an infinity."""
+    """‖output - reference‖ / ‖reference‖ over the rows; infinite if only one of the tensors has a
+    NaN or an infinity."""
     worst: float = 0.0
     """Error of the worst row."""
 

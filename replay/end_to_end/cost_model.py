@@ -1,4 +1,4 @@
-"""Cost of counted calls: the kernels that run them, and the time needed."""
+"""Cost of counted calls: the kernels that run these calls, and the time needed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CostModel:
     phases: Mapping[str, Clocked]
 
     def waiting_seconds(self, phase: str) -> float:
-        """Return the GPU's waiting time for the host, over a phase's forwards or a full run."""
+        """Return the time that the GPU waits for the host in a phase's forwards or a full run."""
         spans = self.phases.values() if phase == RUN else [self.phases[phase]]
         return sum(clocked.forwards * clocked.waiting_seconds for clocked in spans)
 

@@ -1,8 +1,8 @@
 """End-to-end check: run the model with every kernel and compare with the prediction.
 
 The model runs with its own attention and with each kernel, in shuffled rounds. Every two kernels
-share a run with its own attention, so that each kernel is compared with a run only seconds away:
-clocks and the load of a shared host drift. Before the rounds, each variant runs once untimed to
+share a run with the model's own attention only seconds away, because clocks and the load of a
+shared host drift. Before the rounds, each variant runs once untimed to
 compile; drift is computed from the outputs of this run. After the rounds, each variant runs once
 more with a timer on every attention call, to explain differences.
 """
@@ -134,7 +134,7 @@ class _Arm:
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
-    """Number of the model build that the variant last ran in."""
+    """Number of the build, by `ModelProcess.builds`, in which the variant last ran."""
 
     def seconds(self) -> dict[str, list[float]]:
         """Return the time of one forward of each phase, and of `RUN`, by round."""
@@ -161,7 +161,7 @@ def check(
 
     Args:
         capture: the recording of this model, with its census.
-        rows: the replay of that recording, which includes the kernel `OWN`.
+        rows: rows of a replay of that recording, including the kernel `OWN`.
         rounds: timed runs of each variant; None for as many runs as fit into `ROUNDS_SECONDS`.
         text: for language models, a text to compute perplexity on.
         kernel_at: kernel of each module and phase, by the name of each variant that is a plan.
@@ -248,7 +248,7 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> M
 
 
 def _warm(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun:
-    """Run a variant, after a warm-up if the process with its compiled code is gone."""
+    """Run a variant; first warm it up if the process with its compiled code is gone."""
     process.build()
     if arm.warm_in not in (0, process.builds):
         process.run(arm.variant)
@@ -337,7 +337,7 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
 
 
 def _per_forward(seconds: Mapping[str, float], times: RunTimes) -> dict[str, float]:
-    """Divide a run's times by its forwards of each phase, and sum them for `RUN`."""
+    """Divide a run's times by the number of forwards in each phase; for `RUN`, add them up."""
     if not seconds:
         return {}
     return {RUN: sum(seconds.values())} | {

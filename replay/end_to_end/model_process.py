@@ -152,8 +152,8 @@ class ModelProcess:
                 requires `keep`.
             save: a directory for viewable outputs, and the model's name in it; requires `keep`.
             waits: seconds by phase that the host needs for a forward. With this argument, every
-                attention call is timed; `replay.end_to_end.model_clock` explains how the other
-                times then differ.
+                attention call is timed; `replay.end_to_end.model_clock` explains how this
+                changes the other times.
         """
         request = {
             "step": "run",

@@ -153,6 +153,6 @@ def _device(runnable: Any) -> torch.device:
 
 
 def _main_roots(runnable: Any) -> dict[str, torch.nn.Module]:
-    """Return the modules whose forwards are the model's steps: the denoisers, or else all."""
+    """Return the denoisers, whose forwards are the model's steps; all roots if there are none."""
     roots: dict[str, torch.nn.Module] = runnable.roots
     return {name: roots[name] for name in denoisers(roots)} or roots

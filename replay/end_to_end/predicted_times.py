@@ -34,7 +34,7 @@ class Clocked:
 
     @property
     def waiting_seconds(self) -> float:
-        """Time that the GPU waits for the host in one forward; 0 if not launch-bound."""
+        """Time that the GPU waits for the host in one forward; 0 if it is not launch-bound."""
         if self.busy_seconds is None:
             return 0.0
         seconds = percentile(self.seconds, 50)
@@ -114,7 +114,7 @@ class PredictedTime:
     above 1, the replay is slower than the model, so that the two cannot be compared."""
     waiting_share: float
     """Share of `old_seconds` that the GPU waits for the host; 0 if the span is not launch-bound.
-    For a run, the measured phases are included."""
+    For a full run, the waits of the measured phases are added up."""
     saved_seconds: float | None
     """Σ count · (t_old − t_new): time that attention saves, even if the model does not become
     faster."""

@@ -8,7 +8,7 @@ drop-in times of baseline and kernel on the replayed calls that represent the co
 attention and costs t_old. A call that no replayed call represents also costs t_old, and is
 reported.
 
-On a GPU these are times of the GPU's own work. If the busy time of a forward shows that it is
+On a GPU, t_old and t_new are times of its own work. If the busy time of a forward shows that it is
 launch-bound, the GPU spends the saved time waiting for the host. The relevant figure is then the
 host time to launch the call and the following kernels of its layer (`layer_host_ms` of the rows):
 
@@ -16,12 +16,12 @@ host time to launch the call and the following kernels of its layer (`layer_host
 
 The interval (95 %, percentile bootstrap) covers the scatter of its inputs: the rounds of the
 replay, resampled for each replayed call, with the same rounds for both kernels if they were timed
-together; and the rounds of T_old. A replayed call that represents many counted calls moves them all
-together. The interval does not cover effects that the replay cannot measure: calls that were not
-replayed, layers whose cost differs from that of the layer replayed in their place, and differences
-between replay and model (caches, clocks, launches that do or do not hide behind other work). A
-measurement outside the interval means that one of these matters; `Clues` helps to find out which
-one.
+together; and the rounds of T_old. A replayed call that represents many counted calls shifts their
+times together. The interval does not cover effects that the replay cannot measure: calls that were
+not replayed, layers whose cost differs from that of the layer replayed in their place, and
+differences between replay and model (caches, clocks, launches that do or do not overlap with other
+work). A measurement outside the interval means that one of these effects matters; `Clues` helps to identify
+that effect.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def predict(
 
     Args:
         census: census of one run, as `capture.hooks.census.Census.to_json` writes it.
-        rows: the replay of the same recording and model. A kernel of another environment is
-            compared with the baseline there, if the replay includes it.
+        rows: rows of a replay of the same recording and model. A kernel of another environment is
+            compared with the baseline in that environment, if the replay includes it.
         kernel_at: the kernel of each module and phase (`everywhere` for the same kernel at all
             modules).
         baseline: the kernel that the model itself uses.
@@ -109,7 +109,7 @@ def _span(
     old = _interval(old_median, old_resampled)
     attention = cost_model.attention_seconds(tally.represented) / forwards
     saved = swapped = new = speedup = None
-    # One unusable row makes the whole span unpredictable, because its calls have no other time.
+    # One unusable row makes the whole span unpredictable, because no other row times its calls.
     if not reason:
         saved = cost_model.saved_seconds(tally.swapped)[0] / forwards
         swapped = cost_model.swapped_seconds(tally.swapped) / forwards

@@ -1,7 +1,7 @@
 """Breakdown of a model's time with a kernel, from the core's speed-up to the measured time.
 
-Outside the model, a kernel's core is s times as fast as the model's own attention, which takes the
-time a of the model's T_old. If nothing else mattered, Amdahl's law would give
+Outside the model, a kernel's core is s times as fast as the model's own attention. That attention
+takes the time a out of the model's total T_old. If nothing else mattered, Amdahl's law would give
 
     T_old − a · (1 − 1 / s)
 
@@ -46,7 +46,7 @@ class TimeBreakdown:
     preparation: float
     launches: float
     less_in_model: float | None
-    """Part of the replay's saving that the model does not show; None if attention was not timed in
+    """Saving in the replay that does not appear in the model; None if attention was not timed in
     the model, or if the host's launches determine the time."""
     after: float
     """Measured time with the kernel."""

@@ -27,7 +27,7 @@ def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
     does not count. With a single forward per phase, the result is its time; with two forwards, it
     is their mean. The full run is its wall time, with each forward replaced by this result.
 
-    A phase missing from a round is left out. If the number of forwards differs between rounds, or a
+    A phase that a round lacks is left out. If the number of forwards differs between rounds, or a
     forward takes no measurable time, the mean forward is used instead.
     """
     phases = [

@@ -132,7 +132,7 @@ class CallDispatcher:
         return output, form
 
     def _form(self, name: str, arguments: Arguments) -> _CallForm:
-        """Return the facts about a call; values of masks and lengths matter if there is padding."""
+        """Return the facts about a call; not cached with masks or lengths, whose values matter."""
         kernel = self._kernels.get(name)
         if kernel is None:
             return _CallForm(NOT_PLANNED)

@@ -28,8 +28,8 @@ NAME = "attention_replay::attend"
 class Answers(Protocol):
     """Provider of the operator's outputs.
 
-    `kernel` is the name in the graph; it is empty if the module of the call was unknown during
-    tracing.
+    `kernel` is the kernel's name in the graph, or an empty string if the module of the call was
+    unknown during tracing.
     """
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
@@ -44,7 +44,7 @@ _answers: list[Answers] = []
 
 @contextlib.contextmanager
 def answering(answers: Answers) -> Iterator[None]:
-    """Let `answers` decide what the operator returns, in every thread, while active."""
+    """Let `answers` compute the operator's outputs in every thread, inside a `with` block."""
     _answers.append(answers)
     try:
         yield
@@ -108,7 +108,7 @@ def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
 
 
 def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
-    """Restride the output (B, H, S, Dv) to `strides_like`; also return True if this copied it."""
+    """Restride the output (B, H, S, Dv) to `strides_like`; also return True if it was copied."""
     strides = strides_like(query, output.shape[-1])
     if output.stride() == strides:
         return output, False

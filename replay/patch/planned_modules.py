@@ -72,7 +72,7 @@ class PlannedModules:
     Args:
         choices: the kernel of each phase, by module path.
         watched: a module, a pipeline, or a dict of name → module; by default, all live modules
-            with these paths. Paths match with or without the component's name in front.
+            with these paths. Paths match with or without a leading component name.
 
     Raises:
         PlanMismatch: none of the modules was found.

@@ -42,7 +42,7 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
     graph is made (except for transformers' functions in an earlier graph). Two kinds of calls are
     counted less often than they happen. A call that needs gradients stays PyTorch's own in the
     graph and is counted once, at compilation. A CUDA graph (`mode="reduce-overhead"`) replays its
-    kernels without calling this package, so its calls are counted once, when it is recorded.
+    kernels without calling this package, so its calls are counted once, at its recording.
 
     Args:
         name: a registered kernel, or `file.py:function`.
@@ -89,8 +89,8 @@ def use_plan(
 
     Args:
         plan: a file written by `replay plan`, or a `Plan`.
-        module: the model, needed if several in this process have modules of these names: a
-            `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
+        module: the model, needed if several models in this process have modules of these names:
+            a `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
         any_device: use the plan on a type of GPU other than the one it was made on, or on a CPU.
         trust_code: allow kernels that the plan names as `file.py:function`, whose code runs.
         around: a context manager to enter for each call.

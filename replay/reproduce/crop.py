@@ -1,7 +1,7 @@
 """Parts of a call: some of its sequences, heads, queries or keys.
 
 Leaving out sequences, whole groups of heads or queries does not change the output of the others, so
-the recorded output is cropped with them. Leaving out keys that some query sees changes the output:
+the recorded output is cropped too. Leaving out keys that some query sees changes the output:
 such a call is derived from the recorded call, and its output must be recomputed.
 
 Parts are views, so that they keep the model's strides.

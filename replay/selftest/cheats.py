@@ -62,7 +62,7 @@ def half_of_the_keys(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
 
 
 def lower_precision(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute float32 in 16 bits."""
+    """Compute attention on float32 inputs in 16 bits."""
     output = sdpa(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options)
     return output.to(query.dtype)
 

@@ -258,7 +258,7 @@ def _multiplied(subject: Subject) -> Evidence | None:
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
     """Yield a mask with its entries moved along a dimension, with each possible edge.
 
-    The free edge gets the opposite edge's entry, its own entry, or a masked or visible entry.
+    The edge left free gets the opposite edge's entry, its own entry, or a masked or visible entry.
     """
     rolled = mask.roll(shift, dim)
     yield rolled

@@ -58,7 +58,7 @@ def stale(probe: Probe) -> Evidence | None:
 
 
 def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
-    """Return the evidence for a call that is correct as the first of a process, but wrong later.
+    """Return the evidence for a call that is correct as a process's first call, but wrong later.
 
     Args:
         calls: number of earlier calls.

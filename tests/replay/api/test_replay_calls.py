@@ -90,7 +90,7 @@ def test_command_and_function_ask_for_the_same_replay(
 
 
 class Layer(nn.Module):
-    """One attention call."""
+    """Module that makes one attention call."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(tensor, tensor, tensor)

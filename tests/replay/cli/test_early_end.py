@@ -186,7 +186,7 @@ def test_pipe_is_opened_before_the_first_row(tmp_path: Path) -> None:
 
 
 def test_rows_are_not_sent_to_a_pipe_again(tmp_path: Path) -> None:
-    """The pipe's reader has gone, and opening the pipe would wait for another reader."""
+    """The pipe's reader has ended, and opening the pipe again would wait for another reader."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for told in ([], ["cannot write pipe: Broken pipe"]):

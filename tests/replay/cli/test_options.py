@@ -1,4 +1,4 @@
-"""The options of every verb: their number, their declaration and their use."""
+"""Tests of the options of every verb: their number, their declaration and their use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay reproduce`: planted faults are reproduced without importing this project."""
+"""`replay reproduce` writes scripts that show planted faults without this project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--max-time`, with a clock that the test sets."""
+"""Runs with `--max-time`, on a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay watch`: the watched files, the changes that count, and the output."""
+"""Tests of `replay watch`: the watched files, the changes that count, and the output."""
 
 from __future__ import annotations
 

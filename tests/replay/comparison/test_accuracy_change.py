@@ -1,4 +1,4 @@
-"""Changes of accuracy, distinguished from the noise of non-deterministic kernels."""
+"""Changes of accuracy are distinguished from the noise of non-deterministic kernels."""
 
 from __future__ import annotations
 

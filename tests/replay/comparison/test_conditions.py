@@ -1,4 +1,4 @@
-"""Conditions of `--fail-on`: their syntax and their findings."""
+"""Tests of the conditions of `--fail-on`: their syntax and their findings."""
 
 from __future__ import annotations
 

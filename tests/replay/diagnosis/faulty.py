@@ -148,7 +148,7 @@ def value_told_apart_by_its_first_element(query, key, value, *others, **options)
 
 
 def first_memory(query, key, value, *others, **options):
-    """Replay a graph that reads the memory of its capture."""
+    """Replay a graph that reads the memory of the captured call."""
     captured = _kept.setdefault(("graph", query.shape), (query, key, value))
     return right(*captured, *others, **options)
 

@@ -1,4 +1,4 @@
-"""The doctor names the cause and the place of the fault of kernels with one fault each."""
+"""Each kernel has one fault, and the doctor names its cause and its place."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_scale_is_not_mistaken_for_a_neighbouring_one(given: float, factor: floa
 
 
 def test_equal_weights_are_not_mistaken_for_a_small_scale() -> None:
-    """Any small enough scale gives equal weights, so the output does not determine it."""
+    """Any small enough scale gives equal weights, so the output does not determine the scale."""
     evidence = examined(lambda query, key, value, **_: value.mean(2, True).expand_as(query), call())
     assert evidence.evidence is not None
     assert evidence.evidence.cause == "unknown"

@@ -13,7 +13,7 @@ from torch import Tensor
 def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]):
     """Give a function of (query, key, value, bias, scale) SDPA's signature.
 
-    `key` and `value` have as many heads as `query`, and are not copied if they already do. `bias`
+    `key` and `value` are expanded to as many heads as `query`, and copied only if necessary. `bias`
     is float32, (B or 1, H or 1, Sq, Sk): the mask's bias, -inf for masked keys.
     """
 

@@ -1,7 +1,7 @@
 """Kernels whose causal mask is aligned to the wrong corner if Sq ≠ Sk.
 
 SDPA's `is_causal` is aligned top left. Calls recorded with `causal_lower_right` have
-`bottom_right`.
+the option `bottom_right`.
 """
 
 import math

@@ -25,7 +25,7 @@ def _scores(query, key, bias, scale, keys) -> Tensor:
 def _lazily(
     query, key, value, bias, scale, *, scales_sum=True, scales_values=True, is_late=False
 ) -> Tensor:
-    """Rescale on jumps above 8 only, like FlashAttention 4.
+    """Rescale only if the maximum jumps by more than 8, like FlashAttention 4.
 
     Args:
         is_late: rescale after the block's weights have been added.

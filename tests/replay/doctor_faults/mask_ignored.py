@@ -21,7 +21,7 @@ def never_passed_on(query, key, value, attn_mask, is_causal, scale) -> Tensor:
 
 @with_sdpa_signature
 def result_discarded(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """`masked_fill` where `masked_fill_` was meant."""
+    """Calls `masked_fill` instead of `masked_fill_`, and discards the result."""
     bias = bias_of(query, key, None, is_causal)
     key, value = for_each_head(query, key, value)
     scores = query.float() @ key.float().mT * scale + bias
@@ -58,7 +58,7 @@ def by_its_first_row(query, key, value, attn_mask, is_causal, scale) -> Tensor:
 
 @with_sdpa_signature
 def not_of_cross_attention(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """An integration that supports masks of self-attention only."""
+    """Applies masks only in self-attention, where Sq = Sk."""
     if query.shape[2] != key.shape[2]:
         attn_mask = None
     return attend(query, key, value, attn_mask, is_causal, scale)
@@ -66,7 +66,7 @@ def not_of_cross_attention(query, key, value, attn_mask, is_causal, scale) -> Te
 
 @with_sdpa_signature
 def not_of_long_sequences(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """From 128 keys on, a fused kernel runs without the mask."""
+    """With more than 128 keys, a fused kernel runs without the mask."""
     if key.shape[2] > 128:
         return _without_mask(query, key, value, is_causal, scale)
     return attend(query, key, value, attn_mask, is_causal, scale)

@@ -50,7 +50,7 @@ def last_tile_moved_back(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def bound_includes_one_more(query, key, value, bias, scale) -> Tensor:
-    """`offset <= length` where `<` was meant: one key of the zero padding is seen."""
+    """Tests `offset <= length` instead of `<`, so one key of the zero padding is visible."""
     length = key.shape[2]
     more = _up(length, 128 if length > 64 else 64) - length
     key, value = (pad(each, (0, 0, 0, more)) for each in (key, value))

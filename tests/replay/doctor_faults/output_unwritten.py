@@ -75,7 +75,7 @@ def written_to_a_copy(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def tiles_taken_for_padding(query, key, value, bias, scale) -> Tensor:
-    """A tile of queries that see none of the first 32 keys returns early, before the store."""
+    """Tiles of queries that see none of the first 32 keys return before they store anything."""
     output = _empty(query, value)
     for rows in tiles(query.shape[2], 32):
         if bool((bias[:, :, rows, :32] == -torch.inf).all()):

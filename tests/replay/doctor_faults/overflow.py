@@ -16,7 +16,7 @@ def scores_before_scaling(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def softmax_without_maximum(query, key, value, bias, scale) -> Tensor:
-    """exp(score) / Σ exp(score), with nothing subtracted."""
+    """Computes exp(score) / Σ exp(score) without subtracting the maximum."""
     weights = (query.float() @ key.float().mT * scale + bias).exp()
     weights = weights / weights.sum(-1, keepdim=True)
     return (weights @ value.float()).to(query.dtype)
@@ -54,14 +54,14 @@ def accumulator_in_half(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def values_cast_to_half(query, key, value, bias, scale) -> Tensor:
-    """The second product is in float16, whatever the model's dtype."""
+    """The product of weights and values is in float16, whatever the model's dtype."""
     weights = (query.float() @ key.float().mT * scale + bias).softmax(-1)
     return (weights @ value.half().float()).to(query.dtype)
 
 
 @with_sdpa_arguments
 def key_mean_in_half(query, key, value, bias, scale) -> Tensor:
-    """K is smoothed by its mean, whose sum is in float16."""
+    """K is smoothed by its mean, which is summed in float16."""
     total = torch.zeros_like(key[:, :, :1], dtype=torch.float16)
     for keys in tiles(key.shape[2], 16):
         total += key[:, :, keys].float().sum(2, keepdim=True).half()

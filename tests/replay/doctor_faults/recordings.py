@@ -71,7 +71,7 @@ class Layer:
 
 
 class Attention(nn.Module):
-    """One layer's attention call."""
+    """Module that makes one layer's attention call."""
 
     def __init__(self, layer: Layer, number: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`blocks.0.attn`, `blocks.1.attn` …"""
+    """Model with the layers `blocks.0.attn`, `blocks.1.attn` …"""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()

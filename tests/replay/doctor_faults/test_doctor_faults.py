@@ -1,4 +1,4 @@
-"""Each planted fault fails where its answer states, and healthy kernels never fail."""
+"""Each faulty kernel fails where the answer key states, and healthy kernels never fail."""
 
 from __future__ import annotations
 

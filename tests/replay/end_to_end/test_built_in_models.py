@@ -32,7 +32,7 @@ def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any
     assert wrong["status"] == "ok"
     assert (wrong["hits"], wrong["fallbacks"]) == (own["own_calls"], {})
     assert wrong["measured"]["run"]["speedup"]["ratio"] > 0
-    # In 32 bits, 0.1 % is far too much, and a wrong kernel gets no prediction.
+    # An error of 0.1 % is far too large for float32, and a wrong kernel gets no prediction.
     assert wrong["prediction"]["run"]["reason"].startswith("inaccurate")
     return wrong
 

@@ -17,7 +17,7 @@ from .conftest import CALLS, SLOW_SECONDS, check
 
 
 class Told(NamedTuple):
-    """Output and file of one run of the command."""
+    """Results and checks file of one run of the command."""
 
     found: dict[str, dict[str, Any]]
     file: Path
@@ -69,7 +69,7 @@ def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
         slow["attention_seconds"],
     ):
         assert seconds["run"] == pytest.approx(4 * seconds["denoise"])
-    # The delay changes nothing else.
+    # The delay changes no other result.
     assert slow["drift"] == pytest.approx(
         {"relative_l1": 0, "cosine": 1, "nan_count": 0, "baseline_nan_count": 0}
     )

@@ -155,5 +155,5 @@ def test_forwards_of_two_threads_keep_their_own_times(let_pass: Pass) -> None:
             let_pass(0.2)
             ends.set()
             thread.join()
-    # With a common start time, a duration would be 0.25 or 0.5.
+    # If both passes shared one start time, a duration would be 0.25 or 0.5.
     assert times.forwards == {"denoise": pytest.approx([0.3, 0.45])}

@@ -1,4 +1,4 @@
-"""The arithmetic of predictions, on hand-made censuses and rows with round numbers."""
+"""Arithmetic of predictions, with hand-made censuses and rows that have round numbers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_calls_without_a_replayed_call_are_reported_and_unchanged() -> None:
     counted = census(
         ("layers.0", "denoise", 64, 20),
         ("layers.0", "encode", 64, 3),  # another phase
-        ("layers.1", "denoise", 99, 2),  # another length, far away
+        ("layers.1", "denoise", 99, 2),  # a very different length
         ("layers.1", "denoise", 999, 4),
     )
     run = predicted(counted, rows).run
@@ -206,7 +206,7 @@ def test_the_interval_covers_the_rounds_of_both_sources_and_repeats() -> None:
 
 
 def test_intervals_contain_the_truth_as_often_as_stated() -> None:
-    """In 40 experiments, 38 intervals (95 %) should do so; fewer than 33 would be a fault."""
+    """In 40 experiments, 38 intervals (95 %) should contain the truth; below 33 is a fault."""
     counted = census(("layers.0", "denoise", 64, 50))
     call = facts("a", "layers.0")
     hits = 0
@@ -225,7 +225,7 @@ def test_intervals_contain_the_truth_as_often_as_stated() -> None:
     ("there", "saved"),
     [
         (lambda call: row("old", call, 8.0), 0.003),
-        (lambda call: row("old", call, None, "error"), 0.005),  # so this environment's row counts
+        (lambda call: row("old", call, None, "error"), 0.005),  # this environment's row is used
     ],
 )
 def test_kernel_of_another_environment_is_compared_with_its_baseline(

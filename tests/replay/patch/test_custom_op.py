@@ -18,7 +18,7 @@ from .conftest import graphs
 
 
 class Block(nn.Module):
-    """Projection, two heads of 8, projection, on (B, S, 16)."""
+    """Attention block on (B, S, 16): projection, two heads of size 8, projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_output_gets_the_querys_layout_without_a_copy_if_possible(
     memory = torch.randn(*(sizes[dim] for dim in order), 8 + gap)
     query = memory.permute(*(order.index(dim) for dim in range(3)), 3)[..., :8]
     assert query.shape == (*sizes, 8)
-    output = torch.randn_like(query)  # the copy keeps the order and closes the gaps
+    output = torch.randn_like(query)  # the copy keeps the dimensions' order, but no gaps
     assert laid_out(output, query)[0].data_ptr() == output.data_ptr()
     assert not laid_out(output, query)[1]
     other = torch.randn(sizes[2], sizes[1], sizes[0], 8).transpose(0, 2)

@@ -169,7 +169,7 @@ def lse_too(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool = False) ->
 
 @pytest.fixture
 def _flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the library, which needs a GPU."""
+    """Replace the library flash-attn, which needs a GPU."""
     library = ModuleType("flash_attn.flash_attn_interface")
     vars(library)["flash_attn_func"] = lse_too
     monkeypatch.setitem(sys.modules, library.__name__, library)

@@ -90,7 +90,7 @@ def test_output_of_another_form_is_refused(
 
 
 def test_every_output_is_checked() -> None:
-    """Facts about calls of one form are kept; the kernel's outputs are still checked."""
+    """Facts about calls of one form are cached, but every output is still checked."""
     outputs: list[Tensor] = []
 
     @register_kernel("changing")

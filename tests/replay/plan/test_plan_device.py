@@ -1,4 +1,4 @@
-"""Device types of a plan, compared with the devices of a model."""
+"""A plan's type of device is compared with the devices of a model."""
 
 from __future__ import annotations
 

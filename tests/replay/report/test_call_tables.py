@@ -219,7 +219,7 @@ def test_classes_are_ranked_apart() -> None:
 
 
 def test_lines_of_the_fastest_name_their_calls() -> None:
-    """Names consist of model, phase and shape, with additions only if groups share these."""
+    """Names consist of model, phase and shape; more is added if groups share all three."""
     kinds = [
         call("a", model="flux · v2"),
         call("b", phase=""),
@@ -273,7 +273,7 @@ def test_few_rounds_are_shown() -> None:
 
 
 def test_rounds_of_two_processes_are_not_paired() -> None:
-    """`alone` is compared with the baseline in its own process, not with the baseline's row."""
+    """The kernel `alone` is compared with the baseline in its own process, not with its row."""
     calls = [call(name) for name in ("a", "b", "c")]
     rows = []
     for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):

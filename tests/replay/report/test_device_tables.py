@@ -1,4 +1,4 @@
-"""Runs on two types of GPU as one matrix: its cells, and runs that cannot be merged."""
+"""Runs on two types of GPU become one matrix, unless they cannot be merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes since the previous replay of the same calls."""
+"""A replay reports the changes since the previous replay of the same calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smallest parts of calls, for kernels that are wrong in one place."""
+"""The smallest failing parts of calls are found for kernels that are wrong in one place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_length_that_must_be_odd_and_above_a_block() -> None:
 
 
 def test_another_failure_is_not_followed() -> None:
-    """Short calls raise, unlike the whole call."""
+    """The kernel raises an error on short calls, but not on the whole call."""
 
     def run(call: AttentionCall) -> TrialOutcome:
         return WRONG if call.shape.q_len > 7 else TrialOutcome("error", "ValueError: too short")
@@ -89,7 +89,7 @@ def test_the_search_ends_in_time() -> None:
 
 
 def test_odd_numbers_of_keys_are_left_out() -> None:
-    """An odd length stays odd: two keys are left out at a time, down to one."""
+    """The number of keys stays odd: two keys are left out at a time, until one is left."""
     call = random_call(q_len=1, kv_len=21)
     found = minimise(call, WRONG, kernel(lambda call: call.shape.kv_len % 2 == 1), 60.0)
     assert found.call.shape.kv_len == 1

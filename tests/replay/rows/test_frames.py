@@ -1,4 +1,4 @@
-"""Rows as data frames: the columns are the fields, the cells the rows' values."""
+"""Data frames of rows have a column for each field and a line for each row."""
 
 from __future__ import annotations
 

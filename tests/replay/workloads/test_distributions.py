@@ -1,4 +1,4 @@
-"""Values of synthetic calls: each distribution gives the promised attention."""
+"""Each distribution of values of synthetic calls gives the promised attention."""
 
 from __future__ import annotations
 

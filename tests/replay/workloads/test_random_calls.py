@@ -1,4 +1,4 @@
-"""Published shapes, reproducible values, and early refusal of sizes."""
+"""Synthetic calls have published shapes and reproducible values; bad sizes are refused."""
 
 from __future__ import annotations
 

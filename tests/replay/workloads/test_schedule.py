@@ -1,4 +1,4 @@
-"""The order in which one or several takers get calls."""
+"""Tests of the order in which one or several takers get calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded calls with their values replaced by random values."""
+"""Synthetic counterparts are recorded calls whose values are replaced by random values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: their contents, their files, and names that stay text."""
+"""Tests of charts: their contents, their files, and names that are never markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in a browser: its drawings, its controls, and its security."""
+"""Tests of the report in a browser: its drawings, its controls, and its security."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two models, one of which has a name that is markup."""
+    """A report of two models; the name of one model is markup."""
     out = tmp_path_factory.mktemp("report") / "out.html"
     rows = [*pages.rows(12, 30), *pages.rows(3, 2, model=pages.HOSTILE)]
     checks = pages.checks("kernel-2", pages.HOSTILE)

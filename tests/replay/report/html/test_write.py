@@ -1,4 +1,4 @@
-"""The report as a file: its contents, its size, and its refusals."""
+"""Tests of the report's file: its contents, its size, and invalid requests."""
 
 from __future__ import annotations
 
