@@ -20,8 +20,8 @@ together; and the rounds of T_old. A replayed call that represents many counted 
 times together. The interval does not cover effects that the replay cannot measure: calls that were
 not replayed, layers whose cost differs from that of the layer replayed in their place, and
 differences between replay and model (caches, clocks, launches that do or do not overlap with other
-work). A measurement outside the interval means that one of these effects matters; `Clues` helps to identify
-that effect.
+work). A measurement outside the interval means that one of these effects matters; `Clues` helps to
+identify that effect.
 """
 
 from __future__ import annotations
