@@ -37,7 +37,7 @@ def page(
 
     If the pages were in order, neighbouring tokens would be neighbours in memory, and the
     indirection would cost nothing. The pages of a server that has run for a while are not in order.
-    If the value is the first part of the key, it is so in the pages too.
+    If the value is the first part of the key, it stays so in the pages.
 
     Args:
         lengths: (B,), number of tokens of each sequence; None for S.

@@ -18,8 +18,8 @@ probability and its value's scale is mapped to the largest 8-bit number.
 Values are stored transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first
 kernels. The tensor cores need the bytes of neighbouring tokens to be adjacent, and no load
 instruction transposes bytes. Within every 16 tokens the two groups of eight alternate: 0, 8, 1, 9
-and so on. A thread holds the scores of such pairs (PTX, the accumulator of `wgmma` and
-`mma.m16n8`), and stores both weights at once.
+and so on. A thread holds the scores of such a pair of tokens (PTX, the accumulator of `wgmma` and
+`mma.m16n8`), and stores the two weights at once.
 
 In a paged cache, each page holds one block of `CACHE_BLOCK` tokens.
 
@@ -111,8 +111,8 @@ class QuantisedCache:
 
     @property
     def layouts(self) -> Hashable:
-        """Return everything that a plan may depend on. The layouts of other tensors follow from
-        these."""
+        """Return everything that a plan may depend on. The layouts of the other tensors follow from
+        these layouts."""
         tensors = (self.key, self.value, self.lengths, self.block_table)
         return *map(layout, tensors), self.kv_len
 
@@ -402,8 +402,8 @@ def _planned(
 ) -> Launch:
     """Return the launch for keys and values of one shape.
 
-    `dtypes` are those of keys, values and cache. `others` are the layouts of the lengths and the
-    block table, on which compilation depends.
+    `dtypes` are the types of keys, values and cache. `others` are the layouts of the lengths and
+    the block table, on which compilation depends.
     """
     check_shapes(*shapes[:1], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes

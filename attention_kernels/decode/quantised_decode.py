@@ -14,8 +14,8 @@ from attention_kernels.options import PLAIN, AttentionOptions
 def random_pages(key: Tensor) -> Tensor:
     """Return a `block_table` for keys (B, Hkv, Sk, D), with pages in a random order.
 
-    The order is the same at each call. It imitates a server that has run for a while, where
-    neighbouring tokens are not neighbours in memory.
+    The order is the same at each call. As in a server that has run for a while, neighbouring tokens
+    are not neighbours in memory.
     """
     batch, blocks = key.shape[0], -(-key.shape[2] // CACHE_BLOCK.value)
     return shuffled(batch * blocks, key.device, 0).view(batch, blocks).int()

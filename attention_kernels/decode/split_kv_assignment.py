@@ -7,7 +7,7 @@ the same time. Programs beyond the last part end at once.
 
 If a part has at most c blocks, the n blocks of a head make ⌈n / c⌉ parts, at most n / c + 1. Let c
 be at least the total number of blocks divided by `shares`. Then there are at most `shares` parts
-plus one per head, and as many programs are launched.
+plus one per head, and this many programs are launched.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class KeyAssignment(NamedTuple):
     """Minimum number of key blocks in a part, so that the start of a program is short in
     comparison. Parts are smaller only if there would be fewer than `resident` parts."""
     worth: float
-    """Limit on (number of parts)² per block of a head's keys; beyond it, merging takes longer than
-    splitting saves."""
+    """Limit on (number of parts)² per block of a head's keys; beyond this limit, merging takes
+    longer than splitting saves."""
 
     def programs(self, heads: int) -> int:
         """Return the number of programs for `heads` key heads, B · Hkv."""
@@ -117,8 +117,8 @@ def _uniform(number):
     uniform.
 
     `ptxas` assumes that a sum over threads may differ between threads, so that a loop bounded by
-    the sum may diverge. It would then move shared-memory descriptors between registers at each
-    product.
+    the sum may diverge. In such a loop, it moves shared-memory descriptors between registers at
+    each product.
     """
     if not INTERPRETED:
         number = tl.inline_asm_elementwise(

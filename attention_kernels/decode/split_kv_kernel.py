@@ -2,8 +2,8 @@
 
 Decoding has one query token, so only the keys can be split (Flash-Decoding, Dao, Haziza, Massa and
 Sizov 2023). A program attends with all query heads of one key head, and all query tokens, to one
-part of the keys. It stores the maximum, the sum and the unnormalised output of each row. The parts
-are merged in the same launch (`split_kv_merge.py`).
+part of the keys. The program stores the maximum, the sum and the unnormalised output of each row.
+The parts are merged in the same launch (`split_kv_merge.py`).
 
 The kernel supports four kinds of cache. Position i of a sequence is token i, or the token given by
 `indices`. A token is stored in its batch element, or in the page given by `block_table`. If

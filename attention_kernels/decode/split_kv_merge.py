@@ -4,8 +4,8 @@ Each program increments a counter when its part is stored. Usually the last prog
 all parts, which are a few KB for each head. Parts of absorbed latent attention have 512 numbers per
 row, 32 KB and more. One program merges 16 such parts in 13 µs, a tenth of the time that decoding
 eight sequences of 32,768 tokens takes (H100). In that case, programs wait until all have arrived,
-and then take rows of the output in turns. A program stops waiting after a while, because others may
-not have started yet. The last program to arrive always merges.
+and then take rows of the output in turns. A program stops waiting after a while, because other
+programs may not have started yet. The last program to arrive always merges.
 
 The parts of a row are always added in the same order, so the result does not depend on the program
 that adds them.
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 COUNTERS_TOGETHER = tl.constexpr(3)
-"""Number of counters per head and block of rows: programs that have arrived, rows taken, and
-programs that have left. All are zero before and after the launch. If one program merges, only the
-first counter is used."""
+"""Number of counters per head and block of rows: programs that have arrived, rows that programs
+have taken, and programs that have left. All are zero before and after the launch. If one program
+merges, only the first counter is used."""
 PATIENCE = tl.constexpr(64)
 """Maximum number of times that a program checks whether all programs have arrived; 64 atomic
 operations take about 50 µs."""

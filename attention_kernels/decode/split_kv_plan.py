@@ -126,13 +126,13 @@ class Merging(NamedTuple):
     """Sizes with which the parts of an output are merged."""
 
     block_rows: int
-    """Number of rows that are merged at once, without padding. A program has `row_chunks` times as
-    many."""
+    """Number of rows that are merged at once, not counting padding. A program merges `row_chunks`
+    times as many rows."""
     row_chunks: int
     block_splits: int
     """Number of parts that are read at a time."""
     together: bool
-    """True if all programs of a head merge rows after they have arrived."""
+    """True if all programs of a head merge rows after all have arrived."""
 
 
 def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -> Merging:

@@ -71,8 +71,8 @@ def _constraints(count):
 
 @constexpr_function
 def _instructions(count, is_bfloat16, limit):
-    """Return the instructions of a thread for its `count` scores, which alternate between two of
-    one row and two of the other.
+    """Return a thread's instructions for its `count` scores, which alternate between two of one row
+    and two of another row.
 
     A result per row is stored in the position of the row's first score. The positions of the other
     scores are neither written nor read.
@@ -111,7 +111,7 @@ def _instructions(count, is_bfloat16, limit):
                     f"shfl.sync.bfly.b32 other, {each}, {lane}, 31, 0xffffffff;",
                     f"max.f32 {each}, {each}, other;",
                 ]
-        # Numbers of other rows are ignored, even in the same warp.
+        # Numbers of other rows are ignored, even of rows in the same warp.
         move += [
             f"mul.f32 largest, largest, {scale[0]};",
             f"max.f32 largest, largest, {reference[first]};",

@@ -4,9 +4,9 @@ Programs that work on the same head share its keys and values in the L2 cache, s
 the least from memory. If tiles differ in length, as below a diagonal, the size of a group also
 determines whether programs end together. A group's tiles are numbered from the longest to the
 shortest. If a group ends in the middle of a turn, some programs get the shortest tiles of that
-group and others the longest of the next. With 32 heads of 8,192 keys, a diagonal and 132 programs,
-the busiest program has 1.66 times the average work in groups of 4 heads and 1.006 times in groups
-of 11.
+group, and other programs get the longest tiles of the next. With 32 heads of 8,192 keys, a diagonal
+and 132 programs, the busiest program has 1.66 times the average work in groups of 4 heads and 1.006
+times in groups of 11.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UNCACHED_BYTES = 64 * 2**20
 program, or each set of programs that read together, loads them from memory."""
 ALONE = 0.25
 """Relative slowdown of a call with `UNCACHED_BYTES` or more, if no two programs read the same keys.
-If n programs read the same keys, it is divided by n. Fitted to slowdowns of 40 and 23 % with one
-program, 5 to 10 % with 2 to 3, and 0 to 9 % with 4 (H100)."""
+If n programs read the same keys, the slowdown is divided by n. Fitted to slowdowns of 40 and 23 %
+with one program, 5 to 10 % with 2 to 3, and 0 to 9 % with 4 (H100)."""
 TILE_BLOCKS = 2
 """Time of a tile's start and end, in blocks of keys; measured: 1.6 in 16 bits, 2.4 in FP8
 (H100)."""
@@ -69,7 +69,7 @@ def head_group_size(
     """Return the number of bundles of query heads that are worked on at a time.
 
     Args:
-        visible: keys that queries see; those of the longest sequence if lengths differ.
+        visible: keys that queries see; if lengths differ, the keys of the longest sequence.
         head_bytes: size of a key head's keys and values, in bytes.
         bundles: number of bundles of query heads.
         heads: number of bundles that share a key head.

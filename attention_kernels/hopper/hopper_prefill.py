@@ -52,7 +52,7 @@ def hopper_prefill(
 ) -> Any:
     """Return scaled dot-product attention on a Hopper GPU.
 
-    Tensors are read in place if TMA can address them: the elements of a head must be adjacent, and
+    Tensors are read in place if TMA can address them. The elements of a head must be adjacent, and
     the address and all other strides must be multiples of 16 bytes. Other tensors are copied first.
 
     Args:

@@ -5,8 +5,8 @@
 
 - One warp loads blocks of query, key and value for the warp groups ("consumers"), which compute 64
   queries each (`pipeline.py`).
-- A consumer starts QKᵀ of the next block of keys and PV of the current one together. It computes
-  the softmax of the next block while PV is still running (`_step`).
+- A consumer starts QKᵀ of the next block of keys and PV of the current one together. The consumer
+  computes the softmax of the next block while PV is still running (`_step`).
 - Consumers take turns at starting their products, so that one consumer's softmax overlaps another
   consumer's products.
 - The grid is persistent (`persistent.py`): the loads of a program's next tile begin while the
@@ -529,8 +529,8 @@ def _step(
 
 @gluon.jit
 def _skip(rings, count, WHO: gl.constexpr):
-    """Release a block that a consumer's queries do not see, after it is loaded. Before that, other
-    consumers may not have released the previous block in the same buffer."""
+    """Release a block that a consumer's queries do not see, after the block is loaded. Earlier,
+    other consumers may not have released the previous block in the same buffer."""
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     stage, phase = count % STAGES, count // STAGES

@@ -186,7 +186,7 @@ def hide_unseen(scores, first_query, first_key, element, bounds):
     """Replace scores by -inf where queries from `first_query` on do not see keys from `first_key`
     on.
 
-    Few blocks are cut on both sides, so a large block is compared only with the sides that cut it.
+    Few blocks are cut on both sides, so large blocks are compared only with sides that cut them.
     """
     if bounds.left is None or scores.shape[1] < 128:
         seen = sees(scores, first_query, first_key, element, bounds)

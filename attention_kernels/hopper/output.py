@@ -45,7 +45,7 @@ def finish(
     V_HEAD_DIM: gl.constexpr,
     LOG2_UNIT: gl.constexpr = 0.0,
 ):
-    """Divide a consumer's output (ROWS, Dv) by the sums of the weights, and store it.
+    """Divide a consumer's output (ROWS, Dv) by the sums of the weights, and store the result.
 
     Args:
         reference: (ROWS,), base-2 references of the weights.

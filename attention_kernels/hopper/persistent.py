@@ -181,8 +181,8 @@ def place_of(
 
 SHORT = 2048
 """Maximum number of keys for which the start and end of a tile take a large part of its time. Many
-small consumers are then better than few large ones, because some compute while others start or
-end."""
+small consumers are better for such calls than few large ones, because some consumers compute while
+others start or end."""
 
 
 @functools.cache

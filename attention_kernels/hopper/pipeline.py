@@ -244,14 +244,14 @@ def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _number(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the number of a buffer's named barrier. These numbers follow those of turns."""
+    """Return the number of a buffer's named barrier. The numbers for turns come first."""
     return FIRST_NUMBER + CONSUMERS + WHICH * ring.buffers.shape[0] + index
 
 
 @gluon.jit
 def _everyone(CONSUMERS: gl.constexpr):
-    """Return the number of threads that meet when a buffer is released: those of all consumers and
-    of the loading warp."""
+    """Return the number of threads that meet when a buffer is released: the threads of all
+    consumers and of the loading warp."""
     return gl.to_tensor(CONSUMERS * WARP_GROUP + 32)
 
 

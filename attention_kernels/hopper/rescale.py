@@ -33,7 +33,7 @@ def _constraints(count):
 @constexpr_function
 def _instructions(count):
     """Return the instructions of a thread, whose elements alternate between two of one row and two
-    of the other."""
+    of another row."""
     outputs, factors = range(count, 2 * count), range(2 * count, 3 * count)
     return "\n".join(
         [

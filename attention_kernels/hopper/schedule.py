@@ -54,8 +54,8 @@ THREE = Schedule(3, 1, 128, 3, 160, TileTimes(1.24, 0.8))
 TWO = Schedule(2, 2, 128, 3, 240, TileTimes(1.05, 1.9))
 NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
 """Schedules and costs for head dimensions up to 64, with the maximum number of heads per tile. With
-many small consumers, some compute while others start or end; with few, less of the last turn is
-idle. The numbers are fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`), with errors
+many consumers, some compute while others start or end; with few, the GPU idles less in the last
+turn. The numbers are fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`), with errors
 of 6 % (root mean square) and at most 16 %."""
 MASK = 0.6
 """Additional time of a block whose mask is read, in µs."""
@@ -65,7 +65,7 @@ class WholeCall(NamedTuple):
     """A call for which the host knows all lengths."""
 
     visible: VisibleKeys
-    """Keys that queries see; the tile sizes in it are ignored."""
+    """Keys that queries see; the tile sizes in this field are ignored."""
     heads: int
     """Number of query heads in the batch."""
     programs: int
@@ -89,7 +89,7 @@ class SharedRoom(NamedTuple):
     """Buffers that fit in shared memory."""
 
     output_columns: int
-    """Number of output columns that fit for each consumer: all, or those of a part."""
+    """Number of output columns that fit for each consumer: all columns, or those of a part."""
     mask_stages: int
     """Number of blocks of the mask that fit for each consumer; 0 if none fits."""
 

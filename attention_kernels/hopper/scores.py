@@ -20,7 +20,7 @@ def matrix(block):
 @gluon.jit
 def start_scores(query, keys):
     """Start QKᵀ and return its result (ROWS, N), int32 for INT8 operands, else float32. Callers
-    must wait for the product before they read it.
+    must wait for the product before they read the result.
 
     Args:
         query: (ROWS, D) in shared memory.

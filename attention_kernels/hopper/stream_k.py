@@ -32,7 +32,7 @@ AT_ONCE = 2.8
 """Additional time in calls of one turn, in µs, because all programs store pieces at the same
 time."""
 ADD = 2.6
-"""Time of adding a piece to the others, in µs."""
+"""Time of adding a piece to the sum of other pieces, in µs."""
 WORTH = 0.95
 """Time of a shared turn, relative to a turn of whole tiles, below which tiles are shared."""
 
@@ -93,8 +93,8 @@ def cut_for(
 def last_turn(
     visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes
 ) -> tuple[float, StreamCut | None]:
-    """Return the time of the tiles that remain after the full turns, in µs, and the way to share
-    them or None.
+    """Return the time in µs of the tiles that remain after the full turns, and the way to share
+    these tiles, or None.
 
     Args:
         bundles: as for `cut_for`.

@@ -23,7 +23,7 @@ def has_tma(device: torch.device) -> bool:
 def can_be_described(tensor: Tensor) -> bool:
     """Return whether a descriptor can describe a tensor (B, H, S, D).
 
-    Elements along D must be adjacent, and the other strides multiples of 16 bytes.
+    Elements along D must be adjacent, and the other strides must be multiples of 16 bytes.
     """
     itemsize = tensor.element_size()
     return (

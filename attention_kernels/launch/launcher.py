@@ -231,7 +231,7 @@ class PlannedCall(NamedTuple):
     passed."""
     shared: tuple[int, int] | None = None
     """Number of floats and of counters of `workspace` that the programs share, or None. These
-    tensors follow all others of the launch."""
+    tensors follow all other tensors of the launch."""
 
     def room(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the memory for `shared` that the launch needs."""

@@ -1,6 +1,6 @@
 """Scratch memory of launches, kept from call to call.
 
-The memory holds parts of an output, and counters by which a program detects that it is the last.
+The memory holds parts of an output, and counters that tell a program that it is the last one.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def forward(
     sinks: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the log-sum-exp if it is requested, else None.
+    """Return the output and, with `has_lse`, the log-sum-exp, else None.
 
     The output has the memory layout of the query (BHSD or BSHD).
 

@@ -3,15 +3,15 @@
 Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default a mean of the head's
 keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024). This removes the offset
 that the keys of many models share, which would use up the 8 bits. Subtracting the same vector from
-all keys shifts all scores of a query by the same number, which softmax ignores. The exact mean is
-therefore not needed; it would require another read of the key. The mean is taken over `SAMPLE` keys
-spread over the sequence, and an offset of an eighth of a standard deviation may remain. Soft caps
-and sinks depend on the mean, so it is stored for them.
+all keys shifts all scores of a query by the same number, which softmax ignores. The exact mean,
+which would require another read of the key, is therefore not needed. The mean is taken over
+`SAMPLE` keys spread over the sequence, and an offset of an eighth of a standard deviation may
+remain. Soft caps and sinks depend on the mean, so the mean is stored for them.
 
-Value: FP8, one scale for every `GROUP` keys of a head. It is transposed, because 8-bit operands of
-the tensor cores must be adjacent along the summed dimension, here the keys. Within every 16 keys
-the order is `KEY_ORDER`, in which a thread holds its scores, so that probabilities go into the
-second product without being exchanged between threads.
+Value: FP8, one scale for every `GROUP` keys of a head. The value is transposed, because 8-bit
+operands of the tensor cores must be adjacent along the summed dimension, here the keys. Within
+every 16 keys the order is `KEY_ORDER`, in which a thread holds its scores, so that probabilities go
+into the second product without being exchanged between threads.
 
 The attention kernel itself quantises the query, with one scale per row, because the query is read
 only once.

@@ -10,8 +10,8 @@ tensor cores serve the other consumers. A program stays on its multiprocessor an
 tiles (`persistent.py`), so that the next tile's first keys are already loaded when a tile is done.
 
 Keys are visited from the first to the last. Among the blocks that need a mask, blocks that a
-window's left side cuts come first (`key_ranges.py`). If a mask is given, its visited blocks come
-from lists, and the blocks that it cuts are last.
+window's left side cuts come first (`key_ranges.py`). If there is a mask, its visited blocks come
+from lists, and blocks that the mask cuts are last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
 
 `quantise.py` describes the quantisation of the operands. `quantised_prefill_kernel.py` computes
-attention with them; on Hopper, `quantised_hopper_kernel.py` does for head dimensions up to 128.
+attention, or `quantised_hopper_kernel.py` on Hopper up to head_dim 128.
 """
 
 from __future__ import annotations

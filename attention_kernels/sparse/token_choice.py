@@ -3,8 +3,8 @@
 A key head keeps the tokens whose score, the largest scale · q·k over its query heads and queries,
 is among the highest (top-k attention: Gupta et al. 2021, "Memory-efficient Transformers via Top-k
 Attention"). The scores are exact, so this choice is an upper bound on the accuracy of cheaper
-estimates (Quest's page bounds, SparQ's channels). It is also the most expensive choice, because
-every key is read. A model that estimates scores computes its own `indices`.
+estimates (Quest's page bounds, SparQ's channels). This choice is also the most expensive one,
+because every key is read. A model that estimates scores computes its own `indices`.
 """
 
 from __future__ import annotations

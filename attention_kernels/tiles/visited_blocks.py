@@ -33,8 +33,8 @@ class VisitedBlocks(NamedTuple):
     """Blocks that each tile visits. B or H is 1 if all batch elements or heads share the mask."""
 
     blocks: Tensor
-    """(B, H, tiles, 2, blocks) int32, the first key of each block: one list of blocks without the
-    mask and one with it, each in order. Later entries are undefined."""
+    """(B, H, tiles, 2, blocks) int32, the first key of each block: one list for blocks without the
+    mask and one for blocks with the mask, each in order. Later entries are undefined."""
     counts: Tensor
     """(B, H, tiles, 2) int32, the number of blocks in each list."""
 
@@ -107,8 +107,8 @@ def _list_kernel(
 
 @triton.jit
 def first_key(blocks, place, last, BLOCK_N: tl.constexpr):
-    """Return the first key of a block, as a number that Triton knows to be a multiple of BLOCK_N; 0
-    past the last.
+    """Return the first key of a block, as a number that Triton recognises as a multiple of BLOCK_N;
+    0 past the last block.
 
     Callers look up one block ahead, because Triton does not prefetch a load whose address is loaded
     in the same iteration.

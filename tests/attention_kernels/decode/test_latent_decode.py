@@ -76,8 +76,8 @@ def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
 def test_many_rows_are_merged_some_at_a_time(
     processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of three programs merges, or several programs if they run at once. Interpreted
-    programs run in sequence, so the last one merges all."""
+    """The last of three programs merges, or all programs if they run at once. Interpreted programs
+    run in sequence, so the last one merges all."""
     monkeypatch.setattr(split_kv, "_processors", lambda device: processors)
     rooms = watched_rooms(monkeypatch)
     query, key, value = inputs(64, 512, 64, kv_len=100 + processors)

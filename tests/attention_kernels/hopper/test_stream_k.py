@@ -93,7 +93,7 @@ def test_every_block_of_every_tile_is_in_one_piece(
         if tile < whole:
             assert len(pieces) == 1
             continue
-        # The program that adds the pieces up expects them at consecutive programs.
+        # The program that adds up the pieces expects consecutive programs to hold them.
         share = ProgramShare(*cut, None, None)
         first, last = programs_of_tile(tile - whole, lengths[tile], share)
         assert [program for program, *_ in pieces] == list(range(first, last + 1))

@@ -228,7 +228,7 @@ def test_output_follows_from_the_operands_beyond_sdpa(name: str, kind: str, smoo
     call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
-    # The mean is not quantised: it is multiplied with the original query.
+    # The mean is not quantised, and the original query is multiplied with it.
     queries = [quantised_query(call, score_dtype)]
     keys = [dequantised_key(quantised, shape[5])]
     if quantised.key_mean is not None:

@@ -86,7 +86,7 @@ def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_hundred_calls_with_shared_tiles_agree(name: str, head_dim: int) -> None:
-    """The pieces of a tile are always added in one order, even if they arrive in another."""
+    """The pieces of a tile are added in a fixed order, even if they arrive in another order."""
     agree(name, Spec(1, 8, 2, 300, 9000, head_dim, head_dim))
 
 
@@ -262,7 +262,7 @@ def test_a_packed_sequence_gets_the_bits_that_it_gets_alone(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_invalid_tokens_have_no_effect(head_dim: int, name: str) -> None:
-    """Another sequence's keys and values, and those past a length, may even be NaN."""
+    """Keys and values of another sequence or past a length have no effect, even if they are NaN."""
     attend = attention_of(name)
     call = packed("all", head_dim)
     expected = attend(**call.arguments())

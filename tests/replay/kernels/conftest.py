@@ -51,7 +51,7 @@ def forget() -> Iterator[None]:
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
     """`install("flash_attn", version=…, flash_attn_func=…)` adds a module until the test ends.
 
-    Parents of a dotted name are installed too. None as the version of a package removes it.
+    Parents of a dotted name are installed too. A package is removed if its version is None.
     """
     versions: dict[str, str | None] = {}
     real = importlib.metadata.version
@@ -84,7 +84,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device]:
-    """`gpu(9, 0)` simulates a device of that compute capability; it cannot run kernels."""
+    """`gpu(9, 0)` simulates a device of that compute capability, which cannot run kernels."""
 
     def make(major: int, minor: int) -> torch.device:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

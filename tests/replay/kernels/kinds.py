@@ -144,7 +144,7 @@ def call_of(kind: str, layout: str = "contiguous") -> AttentionCall:
 
 @functools.cache
 def every_case() -> list[Case]:
-    """Return (kernel, variant, kind, layout) of all cases that kernels of other libraries support.
+    """Return all cases that kernels of other libraries support, as (kernel, variant, kind, layout).
 
     The list is made once, because other tests register kernels.
     """

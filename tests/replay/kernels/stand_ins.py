@@ -86,7 +86,7 @@ def heads_second(tensor: Tensor) -> Tensor:
 
 
 def flash_attention(given: SimpleNamespace) -> Tensor:
-    """Run a function of FlashAttention 2, 3 or 4, whichever of their parameters it has."""
+    """Run a function of FlashAttention 2, 3 or 4, with any of their parameters."""
     get = vars(given).get
     q, k, v = given.q, get("k", get("k_cache")), get("v", get("v_cache"))
     check_readable(q, k, v)

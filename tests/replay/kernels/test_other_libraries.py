@@ -1,4 +1,4 @@
-"""The adapters of xFormers, Transformer Engine, FlashInfer and Hub kernels call them correctly.
+"""The adapters of xFormers, Transformer Engine, FlashInfer and Hub kernels make the right calls.
 
 The tests use stand-ins (see conftest) with the parameters of xformers 0.0.35, flashinfer-python
 0.6.6, kernels 0.17.2 and NVIDIA/TransformerEngine's `main` branch.

@@ -281,7 +281,7 @@ def test_names_of_variants() -> None:
         "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32]",
         "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32,smooth_k=off]",
     ]
-    # smooth_v is offered only where it has an effect.
+    # The option smooth_v is offered only where it has an effect.
     smoothed = {kernel.name for kernel in catalogue().values() if "smooth_v=on" in kernel.name}
     assert len(smoothed) == 8
     assert all("accum=fp16," in name or "accum=fp32," in name for name in smoothed)

@@ -186,7 +186,7 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_package_offers_kernels(run: Run) -> None:
     rows = run("offered*,torch-math", "--mask", "causal")
     assert {name: row["status"] for name, row in rows.items()} == {
-        "offered": "inaccurate",  # it ignores is_causal
+        "offered": "inaccurate",  # the kernel ignores is_causal
         "offered-picky": "unsupported",
         "offered-broken": "error",
         "offered-nothing": "error",
