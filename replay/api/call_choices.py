@@ -183,7 +183,7 @@ class SuiteCalls(RandomValues):
 
     suite: str
     max_seq: int | None = None
-    """Maximum length; longer shapes are left out."""
+    """Maximum sequence length; longer shapes are left out."""
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
         from replay.workloads import random_calls

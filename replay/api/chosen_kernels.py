@@ -27,7 +27,7 @@ def check_kernels(names: str | None, special: Sequence[str], *, parse_files: boo
     Args:
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
-        parse_files: True to parse kernels' files, if this Python runs them; another may be newer.
+        parse_files: True if this Python runs the kernels, so it must be able to parse their files.
     """
     patterns = ",".join(filter(None, (names, *special)))
     for name in parts(patterns) if parse_files else []:

@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
     plan: Plan
     uniform: list[Uniform]
-    """Results of each kernel used at every layer, the baseline first."""
+    """Results of using each kernel at every layer; the baseline comes first."""
     shortfall: str
     """Sentence about attention that the recording missed; empty if it missed none."""
 

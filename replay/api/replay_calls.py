@@ -53,7 +53,7 @@ def replay(
 ) -> Rows:
     """Run kernels on calls, in worker processes, and return a row for each kernel and call.
 
-    A script needs no `if __name__ == "__main__"`: worker processes do not import it.
+    A script needs no `if __name__ == "__main__"`, because worker processes do not import scripts.
 
     Args:
         dataset: a directory that `capture` wrote, an archive of one, an address, an open dataset,

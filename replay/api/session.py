@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 30.0
-"""Minimum expected duration, in seconds, of a replay that is announced to the user."""
+"""Minimum expected seconds of a replay without a time limit to be announced."""
 
 NOT_COMPARED = ("--rounds", "--max-seconds", "--seed", "--metric resources")
 """Options that rows do not record, so `--resume` cannot detect that they changed."""
@@ -165,7 +165,7 @@ class Session:
         return why_no_state(self.device)
 
     def rows(self) -> Generator[Row, None, None]:
-        """Yield the rows of each finished call, but not the rows of a resumed file."""
+        """Yield rows when their call is finished, except rows of a resumed file."""
         from replay.distribution.estimate import Rates, expected_seconds, together
 
         calls = self._calls

@@ -110,7 +110,7 @@ def replayed(
 ) -> Replayed:
     """Replay, write the rows call by call, and print the tables.
 
-    Rows measured before Ctrl-C, or despite a file that cannot be written, are kept.
+    Measured rows are kept after Ctrl-C, or if a file cannot be written.
 
     Args:
         early: worker processes that are already started.

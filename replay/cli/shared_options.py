@@ -189,9 +189,9 @@ VALUES = ("--mask", "--distribution", "--dtype", "--seed")
 RECORDING = ("--dir", "--call", "--join-ranks")
 TIMING = ("--cache", "--rounds", "--calls-before", "--max-seconds")
 WAITING = ("--timeout", "--in-process")
-"""Mutually exclusive options for hanging kernels."""
+"""Mutually exclusive options: a timeout needs worker processes."""
 DEVICES = ("--device", "--gpus", "--ray")
-"""Mutually exclusive options for devices."""
+"""Mutually exclusive options that choose where the kernels run."""
 
 
 class WideHelp(argparse.RawDescriptionHelpFormatter):

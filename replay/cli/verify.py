@@ -153,7 +153,7 @@ def _checked(
                 missing.append(f"{result.model}: {result.trouble}")
                 continue
             found += result.checks
-            status.stop()  # or the spinner is drawn into the tables
+            status.stop()  # else the spinner would be drawn into the tables
             console.print()
             print_checks(result.checks, console)
             status.start()

@@ -38,7 +38,7 @@ class Pair:
     before: Row
     after: Row
     speed: SpeedChange | None
-    """None if times are not comparable, or if this is the baseline and speed-ups are compared."""
+    """None if speeds are not comparable, or for the baseline if speed-ups are compared."""
     accuracy: AccuracyChange | None
     """None if the output was not judged in both runs."""
 
@@ -105,7 +105,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
     matched = match(before, after)
     check_settings(matched.pairs, before, after)
     differing = differences(matched.pairs)
-    # Times on two devices are not comparable, but speed-ups on each of them are.
+    # Compare only speed-ups across devices, because times on two devices are not comparable.
     crosses = any(each.field == "device" for each in differing)
     if crosses and basis == "time":
         raise ComparisonError(

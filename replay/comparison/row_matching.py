@@ -77,8 +77,8 @@ class Difference(NamedTuple):
 def match(before: Run, after: Run) -> Matched:
     """Match rows of the same kernel and environment on the same call.
 
-    Two calls are the same if all their properties but the recorded backend are equal. Another
-    version of PyTorch may choose another backend.
+    Two calls are the same if they are equal except for the recorded backend, which may differ
+    between versions of PyTorch.
 
     Raises:
         ComparisonError: a run has two rows of a kernel on a call, or the runs share no such pair.

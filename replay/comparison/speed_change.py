@@ -91,7 +91,7 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel's speed; None unless both runs are correct and have the figure.
+    """Compare a kernel's speed; return None unless both rows are correct and have the figure.
 
     Args:
         spread: share by which two runs of the same kernels differ.
@@ -139,8 +139,8 @@ def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedRea
         reaches beyond margin at both ends   ambiguous  noisy
         otherwise                            ambiguous  interval-includes-1
 
-    So a kernel is faster or slower only if its change exceeds the difference between two equal
-    runs.
+    A kernel therefore counts as faster or slower only if its change exceeds the difference between
+    two equal runs.
     """
     low, high = within
     margin = max(RELEVANT, 1 + spread)

@@ -28,7 +28,7 @@ class _Cost(NamedTuple):
     reason: str
     """Reason why the status is not `ok`, or why there is no time."""
     overwrites: tuple[str, ...]
-    """Inputs that the kernel changes although later calls read them; if any, it is not chosen."""
+    """Inputs that the kernel changes although later calls read them; these rule the kernel out."""
     saved_ms: float | None
     """Time saved per run; negative if the kernel is slower, None if it failed or is wrong."""
 
@@ -45,9 +45,9 @@ def choose(
     A kernel's error at a layer is its worst error over the layer's calls. A kernel that was not ok
     on a call, or that overwrites inputs of later calls (`Row.overwrites`), is never chosen for that
     layer. If kernels tie with the fastest, the baseline is preferred, then the first in the rows. A
-    layer without replayed calls, or with no kernel within the budget, keeps the baseline. Otherwise
-    the baseline must be within the budget too. A plan runs in one process, so kernels replayed in
-    other environments are not chosen.
+    layer without replayed calls, or with no kernel within the budget, keeps the baseline. At other
+    layers, the baseline is chosen only if it is within the budget. A plan runs in one process, so
+    kernels replayed in other environments are not chosen.
 
     Args:
         rows: rows from a replay of one model's recording, with their samples.
@@ -331,7 +331,7 @@ def _best(layer: _Layer, costs: Sequence[_Cost]) -> _Cost:
 
 
 def _left_out(costs: Iterable[_Cost]) -> dict[str, str]:
-    """Return the reasons why the fastest kernels are not chosen if they overwrite inputs."""
+    """Return why kernels that are the fastest but overwrite inputs are not chosen."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for cost in costs:
         if cost.overwrites:

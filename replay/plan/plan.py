@@ -19,7 +19,7 @@ from replay.rows.row_files import plain, rebuilt
 FORMAT = "attention-replay-plan/1"
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
-"""Metrics that a budget can limit, with example limits: a minimum for cosine, else a maximum."""
+"""Metrics that a budget can limit, with example limits: a minimum for cosine, maxima otherwise."""
 
 HOW = "make one with `replay plan --dir DIR --budget cosine=0.998`"
 
@@ -205,7 +205,7 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
-        # Names are passed on to kernels and modules, so a plan with other types is refused here.
+        # Names are passed on to kernels and modules, so refuse a plan whose names are not strings.
         names = [
             (plan.baseline, plan.device),
             *((each.module, each.phase, each.kernel) for each in plan.choices),

@@ -1,4 +1,4 @@
-"""Speed-ups of the same calls on several types of device, side by side."""
+"""Tables that compare speed-ups on the same calls between several types of device."""
 
 from __future__ import annotations
 

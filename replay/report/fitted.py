@@ -9,7 +9,7 @@ from rich.text import Text
 
 
 class FittedTable(Table):
-    """Table whose columns are as wide as their longest word, or line if there is room.
+    """Table with columns as wide as their longest word, or longest line if there is room.
 
     A column with `no_wrap` is as wide as its longest line. A column with `min_width`, such as that
     of module paths, may be narrower than its longest word. If the columns still do not fit, the

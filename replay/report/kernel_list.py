@@ -23,7 +23,7 @@ def print_kernels(
     """Print each kernel, its number of variants, and the environments in which it can run.
 
     Args:
-        variants: kernels that are other kernels with different options.
+        variants: kernels that are variants of other kernels, with different options.
         found: finding on whether a kernel can run, by environment and kernel.
     """
     counts = Counter(kernel.variant_of for kernel in variants)

@@ -19,7 +19,7 @@ from replay.report.fitted import FittedTable
 from replay.report.groups import names_by_sentence
 
 DELAYED = 0.05
-"""Minimum excess over the baseline's share of time lost to delays that is reported."""
+"""Minimum increase of the share of time lost to delays, over the baseline's, to be reported."""
 
 LEGEND = (
     "predicted: speed-up computed from the replay's times and the recorded number of calls · "

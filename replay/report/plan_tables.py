@@ -27,8 +27,8 @@ PATH_WIDTH = 8
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
     """Print a plan and its savings, then the savings of using one kernel at every layer.
 
-    Layers with the same kernel share a line if their modules differ only in a number:
-    `blocks.0-29.attn1`. The line shows the mean time over their calls and the worst error.
+    Layers with the same kernel share a line, such as `blocks.0-29.attn1`, if their modules differ
+    only in a number. The line shows the mean time over their calls and the worst error.
     """
     metric = plan.budget.metric
     console.print()
@@ -36,7 +36,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
-    # Merge layers with equal choices, so that a model of 40 layers fits on a screen.
+    # Merge layers with equal choices, so that the table of a large model fits on a screen.
     for name, choices in fold(plan.choices):
         first = choices[0]
         style = "" if first.inside else "yellow" if first.covered else "dim"

@@ -91,7 +91,7 @@ def worst(
 
 
 def statuses(rows: Sequence[Row]) -> str:
-    """Count the rows' statuses, such as `8 ok, 2 inaccurate`; return `ok` if all are ok."""
+    """Count the rows' statuses, such as `8 ok, 2 inaccurate`; a single status has no count."""
     counts = Counter(row.status for row in rows)
     if len(counts) == 1:
         return next(iter(counts))

@@ -43,7 +43,7 @@ UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 
 
 class KernelId(NamedTuple):
-    """Kernel in a Python environment; each line of a table is about one of these."""
+    """Kernel in a Python environment. Each line of a table shows one such pair."""
 
     name: str
     environment: str = HERE
@@ -135,7 +135,7 @@ class Speedup:
         return self.verdict in ("same", "ambiguous")
 
     def holds(self, ratio: float) -> bool:
-        """Return True if a ratio is in the interval; False if it is not, or without an interval."""
+        """Return True if there is an interval and it contains this ratio."""
         return self.low is not None and self.high is not None and self.low <= ratio <= self.high
 
 

@@ -31,7 +31,7 @@ def random_mask(
     if kind == "window":  # (1, 1, Sq, Sk): keys near each query; the last query is at the last key
         query = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
         distance = (query - torch.arange(kv_len, device=device)).abs()
-        nearest = distance == distance.amin(dim=1, keepdim=True)  # if a query is before all keys
+        nearest = distance == distance.amin(dim=1, keepdim=True)  # if a query precedes all keys
         return ((distance <= max(int(WINDOW * kv_len), 1)) | nearest)[None, None]
     if kind == "random":  # (1, 1, Sq, Sk): a random half of all (query, key) pairs
         kept = torch.rand(1, 1, q_len, kv_len, generator=generator, device=device) < 0.5

@@ -37,7 +37,7 @@ def from_directory(
     Args:
         where: a directory, an archive of a directory, or an address (see `capture.load`).
         patterns: comma-separated names and globs of the calls to return.
-        join_ranks: join the parts of a call that several ranks recorded to a whole call.
+        join_ranks: join the parts of a call that several ranks recorded into a whole call.
         report: function that is called with the progress of copies from another machine.
 
     Raises:

@@ -120,7 +120,7 @@ class RecordedSource(Source):
 
 @dataclass(frozen=True)
 class JoinedSource(Source):
-    """Files with the parts of one call from several ranks, which loading joins."""
+    """Files with the parts of one call from several ranks, which are joined during loading."""
 
     call: JoinedCall
 
@@ -173,7 +173,7 @@ class DamagedSource(Source):
 
 @dataclass(frozen=True)
 class RandomSource(Source):
-    """Synthetic call, whose values depend only on the seed and the device."""
+    """Synthetic call; on one device, a seed always gives the same values."""
 
     given_name: str
     model: str

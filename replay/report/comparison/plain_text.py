@@ -10,7 +10,7 @@ from replay.report.fitted import FittedTable
 
 
 def print_comparison(contents: Sections, console: Console) -> None:
-    """Print the summary, how the runs were compared, the counts, and the changes."""
+    """Print the summary, notes on the method of comparison, the counts and the changes."""
     console.print(Text(contents.title, "bold"))
     for note in contents.notes:
         console.print(Text(note, "dim"))

@@ -47,7 +47,7 @@ class Sections:
     answer: str
     """Summary in one sentence."""
     is_worse: bool
-    """True if any kernel got worse."""
+    """True if a kernel got worse or rows are missing."""
     notes: tuple[str, ...]
     """Sentences about how the runs were compared."""
     counts: Table

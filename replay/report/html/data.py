@@ -153,7 +153,7 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
 
 
 def _error(figure: float, metric: str) -> float:
-    """Return a figure as an error whose best value is 0, so a cosine as its distance from 1."""
+    """Return a figure as an error whose best value is 0; a cosine becomes its distance from 1."""
     return max(1 - figure, 0.0) if metric == "cosine" else figure
 
 

@@ -50,8 +50,8 @@ def write_html(
     Args:
         checks: the checks that `replay verify --checks` writes.
         outputs: the directory of `--save-output`.
-        budget: error limit to draw in the error charts, which use its metric. By default, the
-            charts use relative L1 and have no limit.
+        budget: error limit to draw in the error charts, which use the limit's metric. By default,
+            the charts use relative L1 and have no limit.
 
     Raises:
         ReportError: the rows contain no kernel, they come from several types of device, or the file
