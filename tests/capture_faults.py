@@ -293,10 +293,10 @@ def try_fault(
 
 
 def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: bool = True) -> str:
-    """Kill a recording process, and check the files it left.
+    """Kill a recording process, and check the files that it left.
 
     Args:
-        seconds: delay after the process's first call, or after its start unless `begun`.
+        seconds: delay after the process's first call, or after its start if `begun` is False.
     """
     directory = Path(tempfile.mkdtemp(dir=scratch)) / "recorded"
     model, states = Model(), torch.randn(1, 8, 64, 32)

@@ -132,7 +132,7 @@ def medium(out: Path) -> None:
 
 
 def exact(out: Path) -> None:
-    """Run exact projections, so that the parts have the same bits as the whole."""
+    """Run a model with exact sums, so that joined parts have the same bits as the whole."""
     model = Projected().to(_device())
     _parallelize(model, ["query", "key", "value"])
     with _recorded(model, out):
@@ -229,7 +229,7 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _share(total: int) -> tuple[int, int]:
-    """Return the start and end of this rank's share."""
+    """Return the start and end of this rank's share of `total` items."""
     return total * _rank() // _ranks(), total * (_rank() + 1) // _ranks()
 
 

@@ -233,7 +233,7 @@ def row(
 
 
 def unreadable(name: str = "call") -> Row:
-    """Return the row of a call whose file is broken."""
+    """Return the row of a call whose file cannot be read."""
     return Row("", CallFacts(name), "error", "no such file")
 
 

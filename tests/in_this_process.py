@@ -10,8 +10,7 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 
 def runner(main: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """Return a function that calls `main` with arguments and returns exit code, stdout and
-    stderr."""
+    """Return a function that runs `main` and returns its exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

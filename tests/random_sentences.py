@@ -1,4 +1,4 @@
-"""Draws sentences for a native reader: from code, `--help`, messages and docs.
+"""Draws sentences from code, `--help`, messages and docs, for a native reader to judge.
 
     python -m tests.random_sentences [COUNT]
 
@@ -55,7 +55,7 @@ def message_of(node: ast.expr) -> str:
 
 
 def from_page(path: Path) -> list[str]:
-    """Return the sentences of a Markdown page outside code and tables."""
+    """Return the sentences in a Markdown page, without its code and tables."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "<")))
     paragraphs = [" ".join(part.split()) for part in prose.split("\n\n")]

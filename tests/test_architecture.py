@@ -47,7 +47,7 @@ def wrong_imports(package: str, order: list[str], root: Path) -> tuple[list[str]
 
 @functools.cache
 def imports(package: str, root: Path = REPOSITORY) -> list[tuple[Path, str]]:
-    """Return file and absolute name of every import, also in functions and under TYPE_CHECKING."""
+    """Return file and absolute name of all imports, even in functions or under TYPE_CHECKING."""
     found = []
     for path in sorted((root / package).rglob("*.py")):
         folder = path.relative_to(root).parts[:-1]
@@ -156,7 +156,7 @@ def test_packages_know_what_they_may() -> None:
 
 @pytest.mark.parametrize("package", ["capture", "models", "replay"])
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
-    TopologicalSorter(import_graph(package)).prepare()  # a CycleError names the cycle
+    TopologicalSorter(import_graph(package)).prepare()  # raises a CycleError that names the cycle
 
 
 def test_a_metric_is_declared_once() -> None:

@@ -77,7 +77,7 @@ def _attribute_faults(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
 
 
 def avoided_phrases(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the words of avoided phrases in comments, docstrings and messages."""
+    """Yield line number and words of avoided phrases in comments, docstrings and messages."""
     if not AVOIDED.search(text):
         return  # skips tokenizing, which takes most of the time
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -15,7 +15,7 @@ ARGUMENTS = ["--device", "cpu", "--only", "small", "--rounds", "2", "--seconds",
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkout in which `torch-math` gives wrong outputs."""
+    """Checkout of the project in which `torch-math` gives wrong outputs."""
     checkout = tmp_path_factory.mktemp("other")
     for name in ("attention_kernels", "attention_replay", "capture", "replay"):
         shutil.copytree(

@@ -88,8 +88,7 @@ def make_call() -> Callable[..., AttentionCall]:
 
 @pytest.fixture(scope="session")
 def start_python() -> Callable[..., subprocess.Popen[str]]:
-    """`start_python(*arguments, cwd=…)` starts Python with this checkout importable and piped
-    output."""
+    """`start_python(*arguments, cwd=…)` starts Python, which can import this checkout."""
 
     def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}

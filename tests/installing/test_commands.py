@@ -110,7 +110,7 @@ def test_ctrl_c_during_the_import(
 
 
 def test_another_package_of_the_same_name_is_named(tmp_path: Path) -> None:
-    """A package installed into the same directory overwrites our files."""
+    """Installing another package into the same directory overwrites our files."""
     shutil.copytree(REPOSITORY / "attention_replay", tmp_path / "attention_replay")
     for package in ("capture", "replay"):
         (tmp_path / package).mkdir()

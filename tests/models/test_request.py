@@ -1,4 +1,4 @@
-"""Invalid requests are refused in one sentence with the remedy."""
+"""Invalid requests are refused with one sentence that states the remedy."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def parameters(runnable: models.Runnable) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """One whole inference, with the query and key of every attention call."""
+    """Outputs of one whole inference, with the query and key of every attention call."""
 
     runnable: models.Runnable
     output: torch.Tensor
@@ -122,7 +122,7 @@ T5 = ((1, 2, 64, 64), (1, 2, 64, 64))
 CLIP = ((1, 2, 77, 32), (1, 2, 77, 32))
 UNTRAINED_CALLS = {
     "cogvideo": {
-        T5: 2 * 2,  # layers × (prompt, empty prompt)
+        T5: 2 * 2,  # layers × (prompt and empty prompt)
         ((2, 4, 64 + 3 * 12 * 16, 64),) * 2: 4 * 2,  # layers × steps
     },
     "flux": {
@@ -133,7 +133,7 @@ UNTRAINED_CALLS = {
     },
     "llama": {
         ((1, 4, 384, 128), (1, 2, 384, 128)): 4,
-        # Prefill gives the first of eight new tokens.
+        # The prefill gives the first of eight new tokens, and each decoding step another.
         **{((1, 4, 1, 128), (1, 2, 384 + token, 128)): 4 for token in range(1, 8)},
     },
 }

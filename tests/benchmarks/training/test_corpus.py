@@ -71,7 +71,7 @@ def test_a_longer_context_predicts_the_text_better(text: corpus.Corpus) -> None:
         KneserNey(train, vocabulary=256, order=order).perplexity(test) for order in (1, 2, 3, 5)
     ]
     assert perplexities == sorted(perplexities, reverse=True)
-    assert 20 < perplexities[0] < 50  # bytes of English and Python
+    assert 20 < perplexities[0] < 50  # typical of bytes in English and Python
     assert 2 < perplexities[-1] < 8
 
 

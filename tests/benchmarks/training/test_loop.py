@@ -23,7 +23,7 @@ def model() -> nn.Linear:
 
 
 def loss_of(module: nn.Module) -> loop.Loss:
-    """Regression on random inputs and targets."""
+    """Return the loss of a regression on random inputs and targets."""
 
     def loss(generator: torch.Generator, _: float) -> Tensor:
         inputs = torch.randn(8, 4, generator=generator)

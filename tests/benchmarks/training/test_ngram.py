@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.training.ngram import KneserNey
 
-# Bigrams of 0 1 0 1 0 2 (ids below 4): 01 twice, 10 twice, 02 once.
+# In 0 1 0 1 0 2 (ids below 4), the bigrams are 01 twice, 10 twice and 02 once.
 TOKENS = np.array([0, 1, 0, 1, 0, 2])
 
 
@@ -29,7 +29,7 @@ def test_bigrams_by_hand() -> None:
         (0, 0): back * known,
         (0, 3): back * unknown,
         (1, 0): (2 - 1.7) / 2 + 1.7 / 2 * known,
-        (3, 1): known,  # nothing ever came after 3
+        (3, 1): known,  # no token follows 3
     }
     for gram, probability in expected.items():
         assert model.probabilities(np.array(gram)) == pytest.approx([probability]), gram

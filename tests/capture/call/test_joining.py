@@ -1,4 +1,4 @@
-"""A call that is split into the parts of ranks and joined again is unchanged."""
+"""A call is unchanged after it is split into the parts of ranks and joined again."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PADDED = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
 LOWEST = torch.zeros(2, 1, 10, 10).masked_fill_(
     ~(torch.ones(10, 10).tril() * PADDED[:, None, None]).bool(), torch.finfo(torch.float32).min
 )
-"""Causal mask and padding in one mask, as in transformers' eager attention."""
+"""Mask that combines causality and padding, as in transformers' eager attention."""
 
 
 def tiny(name: str, **config: Any) -> Any:

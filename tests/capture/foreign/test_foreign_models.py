@@ -53,7 +53,7 @@ def observed(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded]:
-    """`recorded(name)` records each model once."""
+    """`recorded(name)` returns the recording of a model, which is made once."""
     known: dict[str, Recorded] = {}
 
     def of(name: str) -> Recorded:

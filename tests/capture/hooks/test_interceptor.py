@@ -146,7 +146,7 @@ def _module(name: str, source: str) -> types.ModuleType:
 
 @pytest.fixture
 def imported_by_name() -> Iterator[types.ModuleType]:
-    """A loaded module that imported the function under two names."""
+    """Module that was loaded earlier and imported the function under two names."""
     yield _module(
         "took_it_by_name",
         "from torch.nn.functional import scaled_dot_product_attention\n"

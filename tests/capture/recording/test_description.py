@@ -1,4 +1,4 @@
-"""The manifest's description of a run."""
+"""The manifest describes the run that was recorded."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def sample(
     for index, call in enumerate(calls):
         drop = offer(sampler, index, call)
         for dropped in drop or ():
-            del sizes[dropped]  # KeyError if the dropped call was not kept
+            del sizes[dropped]  # raises a KeyError if the dropped call was not kept
         if drop is not None:
             sizes[index] = call.nbytes
         assert sampler.kept == len(sizes) <= max_calls

@@ -16,12 +16,12 @@ from xml.sax.saxutils import escape
 
 @dataclass
 class Server:
-    """State of a server, which a test can read and change while the server runs."""
+    """State of a server, which tests can read and change while the server runs."""
 
     root: Path
     url: str = ""
     asked: list[str] = field(default_factory=list)
-    """Method and path of each request, in order."""
+    """Method and path of each received request, in order."""
     status: int = 0
     """HTTP status of every response, or 0 for normal responses."""
     dated: bool = True

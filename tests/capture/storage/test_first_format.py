@@ -84,7 +84,7 @@ def test_recording_of_the_first_version_is_read_as_it_was_written() -> None:
     dataset, written = load(RECORDED), manifest(RECORDED)
     assert (dataset.note, dataset.damaged) == ("", [])
     assert [capture.to_json() for capture in dataset.captures] == written["captures"]
-    # Converted through JSON, which has no tuples.
+    # The entries are converted to JSON and back, because JSON has no tuples.
     assert json.loads(json.dumps([each.to_json() for each in dataset.entries])) == written["files"]
     assert [call.origin.module for call in dataset] == ["Model"] * 3
     assert dataset[2].variant.window == (1, None)

@@ -24,7 +24,7 @@ def masked(mask: Tensor, **fields: Any) -> AttentionCall:
 
 
 def windowed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Attend with a window or key lengths instead of a mask."""
+    """Compute attention with a window or key lengths instead of a mask."""
     assert options.pop("attn_mask") is None
     mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
     if options.pop("is_causal"):

@@ -195,7 +195,7 @@ def test_unwritten_output_is_flagged(
 def test_kernel_that_exits_loses_only_its_row(
     replayed: Replayed, kernels: Register, call_number: int
 ) -> None:
-    """The kernel exits during its check, its determinism check, its warm-up or its timing."""
+    """The kernel exits in its first check, its determinism check, its warm-up or its timing."""
     calls = 0
 
     def leaves(**arguments: Any) -> Tensor:

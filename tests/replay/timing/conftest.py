@@ -1,4 +1,4 @@
-"""Samples of normal length, because these tests are about timing."""
+"""In these tests, which are about timing, samples have their normal length."""
 
 from __future__ import annotations
 

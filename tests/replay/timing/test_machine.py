@@ -1,4 +1,4 @@
-"""The description of the machine."""
+"""The description of the machine, and its measured rate of operations."""
 
 from __future__ import annotations
 

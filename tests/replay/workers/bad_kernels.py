@@ -35,7 +35,7 @@ def interrupt(*arguments: Any, **options: Any) -> Tensor:
 
 
 def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
-    """Leave a forked process with both pipes open."""
+    """Die, but leave a forked process that keeps both pipes open."""
     if os.fork() == 0:
         time.sleep(3600)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -43,7 +43,7 @@ def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
 
 
 def fork_and_return(*arguments: Any, **options: Any) -> Tensor:
-    """Fork once; parent and child both return."""
+    """Fork once; both the parent and the child return."""
     calls_of["fork"] = calls_of.get("fork", 0) + 1
     if calls_of["fork"] == 2:
         os.fork()
@@ -64,7 +64,7 @@ def close_pipes(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _when_timed(name: str, then: Callable[[], Any]) -> None:
-    """Run `then` in the warm-up: checking calls a kernel four times, and this is the sixth call."""
+    """Run `then` in the kernel's sixth call, which is in the warm-up: checks make four calls."""
     calls_of[name] = calls_of.get(name, 0) + 1
     if calls_of[name] == 6:
         then()

@@ -155,7 +155,7 @@ def test_rows_of_two_environments_make_one_table(
         *("--env", str(toml), "--json", str(written)),
     )
 
-    # A file that cannot be read is one row, not one per environment, and the others run.
+    # An unreadable file gives one row, not one per environment, and other calls are replayed.
     assert code == 1
     lines = [line for line in err.splitlines() if line.startswith("replay: ")]
     assert [re.search(r"model-\d+", line).group() for line in lines] == [  # type: ignore[union-attr]

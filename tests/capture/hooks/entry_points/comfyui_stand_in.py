@@ -14,7 +14,7 @@ REGISTERED_ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
 
 
 def wrap_attn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Use the override in the model's options, except within the override itself."""
+    """Call the override in the model's options, except from within the override itself."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:

@@ -318,8 +318,7 @@ def test_flash_mla_with_other_cache_formats_is_refused(
 def test_vllms_flash_attn_writes_to_the_given_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's function has its own argument order, `out`, and scales for tensors that are not
-    8-bit."""
+    """vLLM's function has another argument order, `out`, and scales, even for 16-bit tensors."""
 
     def flash_attn_varlen_func(
         q: Tensor,
