@@ -73,7 +73,7 @@ class QuantisedNoise:
 
     @classmethod
     def of(cls, call: AttentionCall, reference: Tensor, size: Tensor) -> QuantisedNoise:
-        """Compute the call in each 8-bit way.
+        """Compute the errors of the call in each of the 8-bit ways.
 
         Args:
             reference: (B, Hq, Sq, Dv), on the call's device.

@@ -52,7 +52,7 @@ Native Arithmetic Instructions" in NVIDIA's CUDA C++ Programming Guide.
 
 
 def scores_at_a_time(device: torch.device) -> int:
-    """Return the number of scores to hold at once, unless one query position has more."""
+    """Return the number of scores to hold at once; one query position may need more."""
     if device.type != "cuda":
         return CPU_BLOCK
     is_large = torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
@@ -103,7 +103,7 @@ def attention(
     """Compute the right output of `call`: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
 
     Every step rounds to `dtype`. At most `block_elements` scores exist at a time (by default
-    `scores_at_a_time`), but always those of one query position in the heads that share a key head.
+    `scores_at_a_time`), or those of one query position in the heads that share a key head if more.
 
     Args:
         scale_scores: see `weights`.

@@ -12,7 +12,7 @@ from replay.timing.flops import valid_pairs
 
 
 def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
-    """Return the call with all keys masked except the chosen ones, and zeros in unread keys.
+    """Return the call with all keys masked except the chosen keys, and with zeros in unread keys.
 
     Args:
         chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).

@@ -36,7 +36,7 @@ class RowTolerance:
     """Rounding errors of the rows of one call."""
 
     noise: Tensor = field(repr=False)
-    """(B, Hq, Sq) in float64: see `rounding_noise`. NaN or infinite where unknown."""
+    """(B, Hq, Sq) in float64: result of `rounding_noise`, NaN or infinite where it is unknown."""
     eager: Tensor = field(repr=False)
     """(B, Hq, 1): the same-dtype error of a head's worst row, in units of that row's `noise`."""
     eager_bias: Tensor = field(repr=False)
@@ -140,7 +140,7 @@ def tolerance(
 def tolerances_of_heads(
     call: AttentionCall, same_dtype_outputs: Sequence[Tensor], reference: Tensor, spread: Tensor
 ) -> list[Tolerance]:
-    """Compute the `tolerance` of each head of a call alone, without its `RowTolerance`.
+    """Compute the `tolerance` of each head of a call by itself, without a `RowTolerance`.
 
     All heads are computed at once, because each head alone would take about fifty small operations.
 

@@ -18,7 +18,7 @@ def launched_programs(run: Callable[[], object]) -> list[Program]:
     """Return the Triton programs that `run` launches, in order of first launch.
 
     The list is empty for kernels that are not written in Triton or that `torch.compile` launches
-    itself. It is also empty where Triton is missing, interprets kernels, or is older than 3.4.
+    itself. The list is also empty if Triton is missing, interprets kernels, or is older than 3.4.
     """
     try:
         hooks = importlib.import_module("triton.knobs").runtime.launch_enter_hook

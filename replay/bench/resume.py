@@ -29,7 +29,7 @@ def finished_rows(
     in the same rounds.
 
     Args:
-        assigned: the kernels to run, by environment.
+        assigned: the kernels to run, keyed by environment.
         machines: the machines to run on, one for each type of device.
         settings: the settings to measure with.
 

@@ -44,7 +44,7 @@ REFERENCE = "computing the reference"
 TIMING = "preparing to time"
 DONE = "done"
 STAGES = (LOADING, REFERENCE, TIMING, DONE)
-"""Stages that progress reports while no kernel runs; a running kernel is reported by name."""
+"""Stages that are reported as progress while no kernel runs; a running kernel is named instead."""
 
 JudgeFactory = Callable[[AttentionCall, int, Settings, "Tensor | None"], OutputJudge]
 """Function that makes the judge of a call from the call, the seed of its perturbations, the

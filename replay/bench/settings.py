@@ -123,7 +123,7 @@ class WorkerOptions:
     process: str = ""
     """Name of the only kernel in this worker; empty for the worker that kernels share."""
     synchronous: bool = False
-    """Wait for each sample before the next begins, so that a crash shows which kernel caused it."""
+    """Wait for each sample before the next begins, so that a crash can be traced to a kernel."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
     shared_file: str = ""

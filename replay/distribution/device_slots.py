@@ -29,7 +29,7 @@ class DeviceError(Error):
 
 @dataclass(frozen=True)
 class Device:
-    """Device with processes that see no other device."""
+    """Device whose processes can use no other device."""
 
     name: str
     """Unique name for people, e.g. `GPU 1`."""

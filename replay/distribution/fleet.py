@@ -148,7 +148,7 @@ class Fleet:
     def _compile(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[tuple[str, str], dict[KernelId, float]]:
-        """Compile every kernel for each form of call, on one device of each host and type.
+        """Compile every kernel for each form of call; use one device of each host and type.
 
         Returns:
             Milliseconds of first calls, keyed by host and call.

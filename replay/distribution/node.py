@@ -68,7 +68,7 @@ class Node:
         """Start the workers, and check that each worker can compute.
 
         Args:
-            device: `cuda` for the only GPU that this process sees, or `cpu`.
+            device: `cuda` for the only GPU visible to this process, or `cpu`.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise WorkerError("PyTorch finds no GPU there")

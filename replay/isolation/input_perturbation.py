@@ -1,7 +1,7 @@
 """Inputs that change from sample to sample, so that timed outputs can be judged.
 
 Before every timed call, a quarter of the values in every head change sign in place, and some keys
-and queries of one head change places. Pointers and shapes stay the same, so a kernel that reuses an
+and queries of one head are reordered. Pointers and shapes stay the same, so a kernel that reuses an
 earlier result, found by pointer or by checksum, is wrong. The sets of keys and queries stay the
 same, so their means and outlier channels, which quantised kernels rely on, do too.
 
@@ -53,7 +53,7 @@ Places = tuple[Tensor, Tensor, Tensor]
 
 
 class OutputRows(NamedTuple):
-    """Positions of rows in an output (B, Hq, Sq, Dv), one per list entry."""
+    """Positions of rows in an output (B, Hq, Sq, Dv): each list has one entry per row."""
 
     batch: list[int]
     head: list[int]
@@ -103,7 +103,7 @@ class InputPerturbation:
         self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
 
     def rows(self, drawn: int) -> tuple[OutputRows, OutputRows]:
-        """Return rows of the head whose keys and queries changed, and rows of any head.
+        """Return rows of the head with reordered keys and queries, and rows of any head.
 
         Args:
             drawn: random number, drawn after the call, that determines the rows.

@@ -100,7 +100,7 @@ class OutputJudge(Protocol):
     def clock(
         self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
     ) -> Tensor | None:
-        """Time a block of calls by a clock that the kernel cannot reach, if there is one.
+        """Time a block of calls by a clock that the kernel cannot reach, if such a clock exists.
 
         Returns:
             The output of `run` if `run` was called exactly once; otherwise None.

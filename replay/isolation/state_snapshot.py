@@ -122,7 +122,7 @@ _BINDS_THREADS = any(
 
 
 def _by_name(module: Any, *names: str) -> tuple[Callable[..., Any], ...] | None:
-    """Return functions of a module by name; None if this system or version lacks any of them."""
+    """Return the named functions of a module; None if this system or version lacks any function."""
     found = tuple(getattr(module, name, None) for name in names)
     return None if None in found else found  # type: ignore[return-value]
 
@@ -350,7 +350,7 @@ def _random_numbers() -> Iterator[tuple[Any, Setting]]:
 class RandomState:
     """States of the random generators of Python, PyTorch and NumPy.
 
-    Kernels may draw random numbers, so a change is undone without a flag. This takes a few
+    Kernels may draw random numbers, so a change is undone without a flag. Restoring takes a few
     microseconds, or about 30 with NumPy. The state of a new generator is saved when the generator
     is first seen.
     """

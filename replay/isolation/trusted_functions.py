@@ -96,7 +96,7 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
 class _Standing(NamedTuple):
     """Original values of many attributes, as lists with one entry per attribute.
 
-    The thousands of attributes are compared without Python loops. They are read from the owners'
+    Thousands of attributes are compared without Python loops. Values are read from the owners'
     dictionaries, because reading a method from its class makes a new object each time.
     """
 

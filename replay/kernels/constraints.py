@@ -23,7 +23,7 @@ from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
 
 AnyCall = Arguments | AttentionCall
-"""Call of SDPA, either live or from a recording; both types use the same names."""
+"""Call of SDPA, either live or from a recording; both classes name the arguments alike."""
 
 Constraint = Callable[[AttentionCall], str | None]
 

@@ -1,7 +1,7 @@
 """Conversion of SDPA's tensors to a library's layout and back.
 
 Suffixes: B batch, H heads, S sequence, D head dimension, T tokens of all sequences, concatenated.
-SDPA has BHSD with any strides; most libraries want BSHD, whose views usually cost nothing.
+SDPA takes BHSD with any strides. Most libraries take BSHD, for which a view is usually enough.
 """
 
 from __future__ import annotations

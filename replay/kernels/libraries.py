@@ -1,7 +1,7 @@
 """Libraries of kernels, tested on a device and imported when first needed.
 
 Nothing in this directory imports a kernel library at module level: the libraries take seconds to
-import, collide with one another, and break in many ways when they were built for another PyTorch.
+import, conflict with one another, and fail in many ways if they were built for another PyTorch.
 """
 
 from __future__ import annotations

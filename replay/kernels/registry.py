@@ -117,8 +117,8 @@ class Kernel:
     """Function that makes this kernel with other options.
 
     Each keyword argument has a default, and values must have the type of the default. The function
-    raises ValueError with a sentence for a meaningless value. It is called for a name such as
-    `name[option=value,…]`.
+    raises ValueError with a sentence for a meaningless value. Names such as `name[option=value,…]`
+    call this function.
     """
 
     features: frozenset[str] = frozenset()
@@ -311,7 +311,7 @@ def _from_file(target: str) -> Kernel:
 
 
 def _takes_a_call(function: Callable[..., Any]) -> bool:
-    """Return True if a function can be called with query, key and value by name."""
+    """Return True if a function accepts `query`, `key` and `value` as keyword arguments."""
     try:
         own = inspect.signature(function, follow_wrapped=False)
         own.bind(query=None, key=None, value=None)

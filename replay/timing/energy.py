@@ -65,8 +65,8 @@ def measure_energy(
     """Run a block of calls, each of about `call_ms`, and measure energy and times.
 
     Args:
-        keep: receives the output of one call per chunk on average, right after that call; `keep`
-            must not wait for the GPU.
+        keep: receives the output of one call per chunk on average, right after that call, and must
+            not wait for the GPU.
     """
     read = energy_counter(device)
     calls = max(int(CHUNK_MS / call_ms), 1)

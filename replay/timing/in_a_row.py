@@ -24,7 +24,7 @@ ENOUGH_MS = 5.0
 """Minimum total duration of the calls in a row: a hundred times `UNNOTICED_MS`."""
 UNNOTICED_MS = 0.05
 UNNOTICED_SHARE = 0.1
-"""Remaining work that is ignored, as a share of the calls' time; measurements vary as much."""
+"""Remaining work that is ignored as noise, as a share of the calls' time."""
 
 
 class InARow(NamedTuple):
@@ -33,8 +33,8 @@ class InARow(NamedTuple):
     left_ms: float
     """Work that the call leaves on other streams."""
     gpu_ms: float | None
-    """Time until the call's own stream is done. It is None if the host was not ahead of the GPU,
-    because the kernel waits inside or the host is busy."""
+    """Time until the call's own stream is done. The time is None if the host was not ahead of the
+    GPU, because the kernel waits inside or the host is busy."""
 
 
 def look(function: Function, device: torch.device, call_ms: float, host_ms: float) -> InARow:

@@ -58,7 +58,7 @@ class Samples:
     ms: tuple[float, ...]
     """Milliseconds of rounds 0…n-1; sample i of every candidate comes from the same round."""
     host_ms: float | None
-    """Median wall time in which the host enqueues one call; None on a CPU, which runs the call."""
+    """Median wall time in which the host enqueues one call; None on a CPU, which has no queue."""
     layer_host_ms: tuple[float, ...]
     """Milliseconds of the host in each round, for one call and the other operations of a model's
     layer (`replay.timing.host_load`); empty on a CPU."""

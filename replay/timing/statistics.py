@@ -1,4 +1,4 @@
-"""The statistics of repeated timings: percentiles of one kernel, paired comparison of two.
+"""The statistics of repeated timings: percentiles of one kernel, and paired comparison of two.
 
 The interval of a speed-up is an exact interval of order statistics. With X ~ Binomial(n, 1/2), the
 k-th smallest and k-th largest of n independent samples enclose their median with probability
@@ -86,7 +86,7 @@ def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list
 
 
 def speedup_of(*calls: Sequence[float]) -> Speedup:
-    """Return the speed-up over one or more calls, each given as paired ratios in round order."""
+    """Return the speed-up over one or more calls, each with its paired ratios in round order."""
     ratio = percentile([ratio for ratios in calls for ratio in ratios], 50)
     interval = median_interval(*calls)
     if interval is None:

@@ -98,7 +98,7 @@ class Timer(Protocol):
         """Choose how to sample a warmed-up candidate; return the milliseconds of a sample."""
 
     def sample(self, candidate: Candidate) -> None:
-        """Run one sample, or enqueue it."""
+        """Run one sample, or enqueue the sample."""
 
     def collect(self) -> None:
         """Wait for enqueued samples, and add them to their candidates."""

@@ -21,7 +21,7 @@ class WorkerError(Error):
 
 
 def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, str]:
-    """Return interpreters by environment name.
+    """Return interpreters, keyed by the name of their environment.
 
     Args:
         options: `NAME=PYTHON`, or a TOML file that has a table `[environments]` with lines

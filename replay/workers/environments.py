@@ -50,7 +50,7 @@ class _Reply:
 
 
 class Environment:
-    """An interpreter and its worker, with separate workers for kernels that need them.
+    """An interpreter and its worker, with separate workers for kernels that must not share one.
 
     Args:
         process: the only kernel of this worker, if it runs just one kernel.
@@ -110,7 +110,7 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> list[Row]:
-        """Return rows of the kernels on one call; a crash affects only the running kernel's row.
+        """Return rows of the kernels on one call; a crash affects only the crashed kernel's row.
 
         A kernel that changed the process runs in a separate worker from then on. The other kernels
         are replayed again in a new worker.
@@ -442,7 +442,7 @@ def assign(
     run in any environment gets a row with the reason in the first environment.
 
     Args:
-        found: results of `Environment.probe`, by environment.
+        found: results of `Environment.probe`, keyed by environment.
     """
     first = next(iter(found))
     assigned: dict[str, list[Kernel]] = {name: [] for name in found}

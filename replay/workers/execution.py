@@ -27,9 +27,9 @@ from replay.workloads.workload import Workload
 logger = logging.getLogger(__name__)
 
 Findings = dict[str, dict[str, ProbeResult]]
-"""Probe results by environment and kernel name."""
+"""Probe results, keyed by environment and kernel name."""
 Assignment = dict[str, list[Kernel]]
-"""Kernels to run, by environment."""
+"""Kernels to run, keyed by environment."""
 Progress = Callable[[Workload, str], None]
 
 
@@ -182,7 +182,7 @@ def execution(
     timeout: float,
     place: Placement | None = None,
 ) -> Iterator[Execution]:
-    """Open a way to run kernels; its workers end with the `with` block.
+    """Yield an `Execution`, whose workers end with the `with` block.
 
     Args:
         first: the processes that run and judge kernels; None to use this process.

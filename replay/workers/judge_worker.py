@@ -81,7 +81,7 @@ def _touch(device: str) -> None:
 
 
 def _judge_of(request: dict[str, Any], settings: Settings) -> LocalJudge:
-    """Return the judge of a call, and keep it for a worker that starts again."""
+    """Return the judge of a call, and keep the judge for a worker that starts again."""
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
     key = json.dumps([request["workload"], *how])

@@ -184,12 +184,12 @@ class Process:
         return reply
 
     def end(self) -> None:
-        """Kill the child and everything it started; `close` waits for the end."""
+        """Kill the child and all processes that it started; `close` waits for the end."""
         if self._child is not None:
             self._kill()
 
     def close(self) -> None:
-        """End the child, even a busy one, and everything it started."""
+        """End the child, even a busy one, and all processes that the child started."""
         self.end()
         if self._child is None:
             return

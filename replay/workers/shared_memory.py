@@ -48,7 +48,7 @@ class Outbox:
     """Writer of tensors for another process, which reads them before the next tensors are written.
 
     Args:
-        path: path of a `SharedFile`, which several processes may use in turn.
+        path: path of a `SharedFile`; several processes may use the file one after another.
         device: device of the tensors.
     """
 

@@ -3,7 +3,7 @@
 The function's fourth positional argument is not the scale, so the adapter passes keywords only. The
 function returns the output and the log-sum-exp, and compiles a kernel at the first call of each
 kind. It supports masks only as functions of indices (`mask_mod`), so it cannot use recorded masks.
-Its sinks are bfloat16, so the adapter refuses calls with sinks of other dtypes.
+Its sinks are bfloat16, so calls with sinks of other dtypes are refused.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _KNOWN = ("bottom-right", "window", "softcap")
 
 
 def _queries_within_keys(call: AnyCall) -> str | None:
-    """Refuse bottom-right causal calls whose first queries see no key, as FlashInfer does."""
+    """Refuse bottom-right causal calls with more queries than keys, as FlashInfer does."""
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     if call.cu_seqlens_q is not None or q_len <= kv_len or not _options(call)["causal"]:
         return None

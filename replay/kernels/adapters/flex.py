@@ -25,7 +25,7 @@ from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import at_once, drop_in
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function of batch, head, query and key that returns True if the query sees the key."""
+"""Function of batch, head, query and key indices that returns True if the key is visible."""
 
 
 def _flex(

@@ -1,4 +1,4 @@
-"""Kernels from the Hugging Face Hub, by the package `kernels` (`get_kernel`): `hub:ORG/REPO`.
+"""Kernels from the Hugging Face Hub, loaded with the package `kernels`, named `hub:ORG/REPO`.
 
 A kernel is a small Python package around a compiled library. The package is built for the installed
 PyTorch and CUDA, and loaded under its own name so that it does not collide with an installed one.

@@ -3,7 +3,7 @@
 Environment variables (`NVTE_FLASH_ATTN`, `NVTE_FUSED_ATTN`, `NVTE_UNFUSED_ATTN`) choose the
 backend. The library reads the variables when it is imported and at the first call of each kind, and
 caches the choice. A process can therefore run only one of the three kernels. Each kernel has its
-own worker; without workers, the first kernel called runs and the others are refused. The library
+own worker; without workers, only the first kernel runs, and the other two are refused. The library
 takes BSHD and returns the heads joined, (B, S, Hq · Dv).
 
 The adapter passes no mask. The library supports both alignments of causal calls, but aligns windows
