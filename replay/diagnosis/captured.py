@@ -63,7 +63,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
 
 
 def _class_of(call: AttentionCall) -> AccuracyClass:
-    """Choose the accuracy rule; an unknown backend may compute in 8 bits."""
+    """Choose the accuracy rule; an unknown backend outside SDPA may compute in 8 bits."""
     kernel = catalogue().get(call.origin.backend)
     if kernel is not None and kernel.accuracy_class != "sparse":
         return kernel.accuracy_class

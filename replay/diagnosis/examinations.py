@@ -143,7 +143,7 @@ class _Answer(NamedTuple):
 class Examiner:
     """Examines kernels in this process, or in child processes.
 
-    Each kernel has a child process, and a new one after each death. A kernel that is wrong after
+    Each kernel has a child process, and a new one after each crash. A kernel that is wrong after
     other calls is examined again on that call alone, in a new process. The kernel has no state from
     earlier calls there, so an error must have another cause.
 

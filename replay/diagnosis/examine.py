@@ -166,7 +166,7 @@ def _runner(kernel: Kernel, settings: Settings, process_state: ProcessState) -> 
 
 
 def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None:
-    """Find the first head whose query, key or value another run changes, and its changed rows."""
+    """Find the first head whose inputs the kernel changes in another run, and the changed rows."""
     given = call.to(call.device)
     run_on(given)
     for name in ("query", "key", "value"):

@@ -36,6 +36,6 @@ class _Poisoned(TorchDispatchMode):
 
 @contextlib.contextmanager
 def poisoned(value: float) -> Iterator[None]:
-    """Fill memory that Python code allocates without initial values, inside a `with` block."""
+    """Fill memory that Python code in a `with` block allocates without initial values."""
     with _Poisoned(value):
         yield

@@ -114,7 +114,7 @@ class Subject:
     chosen: Callable[[AttentionCall], Tensor] | None = None
     """Function that returns the keys a sparse kernel attends to."""
     sentence: str = ""
-    """Sentence of the judge about the error."""
+    """The judge's sentence about the error."""
 
     @classmethod
     def of(

@@ -58,7 +58,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
     """Measure one kernel under two names in several blocks.
 
     Returns:
-        The check that the names tie, the check that the blocks agree, and the share by which two
+        The check that both names tie, the check that the blocks agree, and the share by which two
         kernels must differ to be distinguished.
     """
     run = work.attention(work.SHAPES[device.type], device)

@@ -164,7 +164,7 @@ class _Distance(NamedTuple):
 def _refined(distance: _Distance, near: float) -> float:
     """Return the best number within a step of `near`, to a tenth of `SAME`.
 
-    The method is a golden-section search in the logarithm.
+    The method is a golden-section search over the number's logarithm.
     """
     ratio = (math.sqrt(5) - 1) / 2
     low, high = -math.log(STEP), math.log(STEP)

@@ -48,7 +48,7 @@ def odd_length(subject: Subject) -> Evidence | None:
 
 
 def _lengths(subject: Subject, which: Which, change: Callable[[int], int]) -> Lengths:
-    """Return the numbers of queries and keys, with the chosen ones changed."""
+    """Return the numbers of queries and keys, after changing the chosen ones."""
     shape, (of_queries, of_keys) = subject.call.shape, which
     return (
         change(shape.q_len) if of_queries else shape.q_len,

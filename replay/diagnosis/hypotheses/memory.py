@@ -38,7 +38,7 @@ def unwritten(subject: Subject) -> Evidence | None:
 
 
 def _kept_from_before(subject: Subject) -> Evidence | None:
-    """Test whether some rows belong to the previous call, in memory that the kernel keeps."""
+    """Test whether some rows still hold the previous call's output, in memory that is reused."""
     call = subject.call
     # Nothing overflows with these values, so a NaN can only be a former content of memory.
     small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}

@@ -55,7 +55,7 @@ def run(
 def judged(
     places: Sequence[Sequence[float]] | None = None, status: Status = "ok", **figures: Any
 ) -> Row:
-    """Return a row with the errors of each head by range of queries, and of the whole output."""
+    """Return a row with the errors by head and range of queries, and those of the whole output."""
     whole: Accuracy = accuracy(errors(**{"relative_l1": 1e-3, **figures}))
     if places is not None:
         fields = tuple(tuple(each) for each in places)

@@ -138,7 +138,7 @@ def alike(count: int, layer: Layer = Layer(), **others: Layer) -> tuple[Layer, .
 
 
 def large_scores(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Make products of head 2 exceed float16's range by an offset that its keys share."""
+    """Give the keys of head 2 a shared offset, so that their products exceed float16's range."""
     query[:, 2, :, 5] = 250.0
     key[:, 2, :, 5] = 300.0
 
@@ -257,7 +257,7 @@ def alibi(layer: Layer) -> Tensor:
 
 
 def relative_positions(layer: Layer) -> Tensor:
-    """Return a random bias for each pair, the same for all heads: (1, 1, Sq, Sk)."""
+    """Return a random bias for each query and key, the same for all heads: (1, 1, Sq, Sk)."""
     size = (1, 1, layer.q_len, layer.keys)
     return (3.0 * torch.randn(size, generator=_generator(layer))).to(layer.dtype)
 

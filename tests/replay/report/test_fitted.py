@@ -34,7 +34,7 @@ def test_names_and_numbers_stay_whole(width: int) -> None:
 
 
 def test_table_cuts_nothing_when_words_do_not_fit() -> None:
-    """Columns with a minimum width make rich cut off text at the right edge."""
+    """Columns with a minimum width make Rich cut off text at the right edge."""
     lines = printed(50)
     assert max(map(len, lines)) <= 50
     for characters in (*CELLS, PATH):

@@ -1,4 +1,4 @@
-"""Scripts for calls with all features, run on their own."""
+"""Scripts run on their own, for calls with any feature."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_half_of_the_weight_underflows_in_8_bits() -> None:
     largest = found.amax(-1, keepdim=True)
     small = found.where(
         found < largest * 2**-6, 0.0
-    )  # values that E4M3 holds to three digits, scaled to 1
+    )  # below E4M3's normal numbers, if the largest weight is scaled to 1
     assert float(small.sum(-1).mean()) == pytest.approx(0.5, abs=0.1)
 
 

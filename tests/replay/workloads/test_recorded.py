@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def through_json(workload: Workload) -> Workload:
-    """Return the workload as rebuilt by a worker process."""
+    """Return the workload as a worker process rebuilds it."""
     return Workload.of(source_from_json(json.loads(json.dumps(workload.source.to_json()))))
 
 
@@ -65,7 +65,7 @@ def test_damaged_file_costs_one_row(damaged: Path) -> None:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
-    """A call that two ranks share, and a call without the part of one rank."""
+    """A call that two ranks share, and a call that lacks the part of one rank."""
     for rank in (0, 1):
         store_part(tmp_path, random_call(q_heads=4), rank, [0, 1])
     store_part(tmp_path, random_call(q_heads=4), 0, [0, 1], call_index=1, step=1)

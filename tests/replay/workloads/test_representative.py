@@ -18,7 +18,7 @@ from replay.workloads.workload import Workload, random_workload, with_counterpar
 
 @pytest.fixture
 def layers(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> list[Workload]:
-    """Calls of two steps of two models with eight and three layers."""
+    """Calls of two models, with eight and three layers, in two steps each."""
     number = 0
     for step in range(2):
         for model, count in (("large", 8), ("small", 3)):
