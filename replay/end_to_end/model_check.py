@@ -337,7 +337,7 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
 
 
 def _per_forward(seconds: Mapping[str, float], times: RunTimes) -> dict[str, float]:
-    """Divide a run's times by the number of forwards in each phase; for `RUN`, add them up."""
+    """Return a run's times per forward of each phase, and the undivided sum as `RUN`."""
     if not seconds:
         return {}
     return {RUN: sum(seconds.values())} | {

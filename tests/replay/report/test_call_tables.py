@@ -273,7 +273,7 @@ def test_few_rounds_are_shown() -> None:
 
 
 def test_rounds_of_two_processes_are_not_paired() -> None:
-    """The kernel `alone` is compared with the baseline in its own process, not with its row."""
+    """The row `alone` compares with the baseline in its own process, not the baseline's row."""
     calls = [call(name) for name in ("a", "b", "c")]
     rows = []
     for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
