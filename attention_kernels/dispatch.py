@@ -91,7 +91,7 @@ def _check(
     is_causal: bool,
     enable_gqa: bool,
 ) -> None:
-    """Reject a call that no kernel supports, with the errors of `attention`."""
+    """Raise one of the errors that `attention` documents if no kernel supports the call."""
     if dropout_p:
         raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
     if torch.is_grad_enabled() and (

@@ -15,10 +15,10 @@ Window = tuple[int | None, int | None]
 class AttentionOptions:
     """Options beyond SDPA's arguments. The defaults give SDPA's behaviour.
 
-    The score of query i and key j is `scale · q·k`. A soft cap replaces it by `softcap · tanh(score
-    / softcap)`, and `attn_mask` is added afterwards. A causal mask and a window follow a diagonal:
-    the diagonal key of query i is key i + δ. δ is 0 as in SDPA, or Sk - Sq with `bottom_right` as
-    in FlashAttention.
+    The score of query i and key j is `scale · q·k`. A soft cap replaces the score by `softcap ·
+    tanh(score / softcap)`, and `attn_mask` is added afterwards. A causal mask and a window follow a
+    diagonal: the diagonal key of query i is key i + δ. δ is 0 as in SDPA, or Sk - Sq with
+    `bottom_right` as in FlashAttention.
 
     Raises:
         ValueError: `softcap` is not a positive number below 1e30.

@@ -24,8 +24,8 @@ def contiguous_decode(
 ) -> Tensor:
     """Return softmax(scale · QKᵀ + mask) · V for a short query, as a contiguous (B, Hq, Sq, Dv).
 
-    Any Sq gives correct results. The keys of a head are read once for every 64 of its rows (Hq /
-    Hkv · Sq), so a prefill kernel is faster if there are more rows.
+    Any Sq gives correct results. A key head has Hq / Hkv · Sq rows. Its keys are read once for
+    every 64 rows, so with more rows a prefill kernel is faster.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides; Hq a multiple of Hkv.

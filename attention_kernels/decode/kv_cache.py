@@ -1,4 +1,4 @@
-"""A key/value cache in 16 bits, contiguous or in pages, read in full or at chosen tokens only."""
+"""A 16-bit key/value cache, contiguous or in pages, which is read in full or at chosen tokens."""
 
 from __future__ import annotations
 

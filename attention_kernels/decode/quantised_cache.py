@@ -16,10 +16,10 @@ multiply the scores, and value scales multiply the probabilities. Each probabili
 probability and its value's scale is mapped to the largest 8-bit number.
 
 Values are stored transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first
-kernels. The tensor cores need the bytes of neighbouring tokens to be adjacent, and no load
-instruction transposes bytes. Within every 16 tokens the two groups of eight alternate: 0, 8, 1, 9
-and so on. A thread holds the scores of such a pair of tokens (PTX, the accumulator of `wgmma` and
-`mma.m16n8`), and stores the two weights at once.
+kernels. The tensor cores need bytes of neighbouring tokens to be adjacent, and no load instruction
+transposes bytes. Within every 16 tokens the two groups of eight alternate: 0, 8, 1, 9 and so on. A
+thread holds the scores of such a pair of tokens (PTX, the accumulator of `wgmma` and `mma.m16n8`),
+and stores the two weights at once.
 
 In a paged cache, each page holds one block of `CACHE_BLOCK` tokens.
 

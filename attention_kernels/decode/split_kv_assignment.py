@@ -3,7 +3,7 @@
 The host launches the same number of programs for any lengths. Each program reads all lengths,
 computes the same maximum size of a part, and finds its own part by counting the parts before it. A
 longer sequence has more parts, and all parts are about equally long, so that programs end at about
-the same time. Programs beyond the last part end at once.
+the same time. Programs that have no part end immediately.
 
 If a part has at most c blocks, the n blocks of a head make ⌈n / c⌉ parts, at most n / c + 1. Let c
 be at least the total number of blocks divided by `shares`. Then there are at most `shares` parts
@@ -21,7 +21,7 @@ from attention_kernels.tiles.matmul import INTERPRETED
 
 
 class KeyAssignment(NamedTuple):
-    """Numbers that the GPU needs in addition to the lengths."""
+    """Numbers from which, with the lengths, the GPU assigns keys to programs."""
 
     shares: int
     """Number of parts that the keys of all heads are split into, not counting one part per head."""

@@ -322,7 +322,7 @@ def split_kv_kernel(
             if (first < whole_begin) | (first + BLOCK_N > whole_end):
                 scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         else:
-            # If masking has no branch, one instruction multiplies a score and subtracts its
+            # Because masking has no branch, one instruction multiplies a score and subtracts its
             # maximum.
             scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         if IS_8_BIT:

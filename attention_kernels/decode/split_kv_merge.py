@@ -4,11 +4,11 @@ Each program increments a counter when its part is stored. Usually the last prog
 all parts, which are a few KB for each head. Parts of absorbed latent attention have 512 numbers per
 row, 32 KB and more. One program merges 16 such parts in 13 µs, a tenth of the time that decoding
 eight sequences of 32,768 tokens takes (H100). In that case, programs wait until all have arrived,
-and then take rows of the output in turns. A program stops waiting after a while, because other
-programs may not have started yet. The last program to arrive always merges.
+and then take turns at merging rows of the output. A program stops waiting after a while, because
+other programs may not have started yet. The last program to arrive always merges.
 
-The parts of a row are always added in the same order, so the result does not depend on the program
-that adds them.
+The parts of a row are always added in one order, so the result does not depend on which program
+adds the parts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def merge(
     BLOCK_SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Count this program as arrived, and merge the rows that it takes.
+    """Count this program as arrived, and merge the rows that the program takes.
 
     Args:
         parts_ptr, sums_ptr: pointers to one head's unnormalised outputs (parts, M, Dv), and to the

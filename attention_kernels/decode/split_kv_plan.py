@@ -39,7 +39,7 @@ FEW_PARTS = 2
 
 
 class Tiles(NamedTuple):
-    """Sizes for calls up to a number of rows and a head dimension."""
+    """Sizes for calls with at most a given number of rows and a given head dimension."""
 
     rows: int
     """Number of rows of a program, including padding."""
@@ -200,8 +200,8 @@ def plan(
     )
     if largest_block is not None and access == "described":
         block_n = min(block_n, largest_block)
-    # One program per multiprocessor moves as many bytes as several do, unless it has to look up the
-    # tokens of long sequences.
+    # One program per multiprocessor moves as many bytes as several do, unless the program has to
+    # look up the tokens of long sequences.
     splits = processors // (heads * row_blocks)
     if access == "indirect" and positions > splits * LONG:
         splits *= 2

@@ -2,10 +2,10 @@
 
 Softmax divides by the sum of its weights, so any number may be subtracted from a row's scores. Most
 kernels subtract the largest score so far. The exponentials must then wait until each thread has
-compared its scores of the block and four threads have exchanged their maxima. Here the exponentials
-start at once, with the number that was subtracted in the previous block. Their sums show whether a
-weight is too large for its type. Only in that case does a warp find the largest score and compute
-the exponentials again.
+compared its scores of the block and four threads have exchanged their maxima. Here, the
+exponentials start immediately, with the number that was subtracted in the previous block. Their
+sums show whether a weight is too large for its type. Only in that case does a warp find the largest
+score and compute the exponentials again.
 
 Each warp decides independently. Gluon has no branch for a single warp, so this module uses PTX.
 """
@@ -74,8 +74,8 @@ def _instructions(count, is_bfloat16, limit):
     """Return a thread's instructions for its `count` scores, which alternate between two of one row
     and two of another row.
 
-    A result per row is stored in the position of the row's first score. The positions of the other
-    scores are neither written nor read.
+    The result of a row is stored in the position of the row's first score. The positions of the
+    other scores are neither written nor read.
     """
     rows = [[i for i in range(count) if i // 2 % 2 == row] for row in (0, 1)]
     starts = [count // 2 + k * count for k in range(6)]  # after the weights

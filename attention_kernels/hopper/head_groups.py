@@ -101,7 +101,7 @@ def _tried(key_heads: int) -> Iterator[int]:
 
 
 def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
-    """Return the fitted relative slowdown of a call whose keys do not all stay in the L2 cache."""
+    """Return the fitted slowdown of a call if its keys do not all stay in the L2 cache."""
     beyond = (key_heads * head_bytes - CACHED_BYTES) / (UNCACHED_BYTES - CACHED_BYTES)
     return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
@@ -145,7 +145,7 @@ def most_cut(visible: VisibleKeys, *, has_lengths: bool) -> int | None:
     last block is cut.
 
     Args:
-        has_lengths: whether batch elements differ in length; `visible` then belongs to the longest.
+        has_lengths: whether batch elements differ in length; `visible` describes the longest.
     """
     q_len, kv_len, diagonal, _, right, queries, keys = visible
     if right is None:

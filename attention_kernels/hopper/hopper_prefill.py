@@ -72,7 +72,7 @@ def hopper_prefill(
 
     Returns:
         The output, (B, Hq, Sq, Dv), with the layout of `query` if that is dense; zeros for queries
-            that see no key. With `return_lse`, also the logarithms, (B, Hq, Sq) float32.
+            that see no key. With `return_lse`, the logarithms (B, Hq, Sq) too, in float32.
 
     Raises:
         ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
@@ -203,8 +203,8 @@ class _PlannedPrefill(NamedTuple):
     """Plan for calls of one shape."""
 
     call: PlannedCall
-    """Planned call. Its operands are query, key, value, output, then query and key again for the
-    second piece of the head dimension, and the mask."""
+    """Planned call. The call's operands are query, key, value, output, then query and key again for
+    the second piece of the head dimension, and the mask."""
     has_rest: bool
     """True if the head dimension has a second piece."""
     is_packed: bool

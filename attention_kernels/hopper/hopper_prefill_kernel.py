@@ -12,7 +12,7 @@
 - The grid is persistent (`persistent.py`): the loads of a program's next tile begin while the
   current tile is being finished.
 - Consumers may have different heads of one group, which share the keys, instead of different
-  queries of one head. A causal tile of fewer queries has fewer keys that only some queries see.
+  queries of one head. If a causal tile has fewer queries, fewer keys are seen by only some queries.
 
 Blocks of keys that need a mask are visited before a loop without masks (`key_ranges.py`). A head
 dimension that is not a power of two is split into two pieces, with one product each: 192 is 128 +

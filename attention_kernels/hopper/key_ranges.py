@@ -25,7 +25,7 @@ class CallBounds(NamedTuple):
     q_len: Any
     kv_len: Any
     diagonal: Any
-    """Distance from a query to its diagonal key; None if the diagonal of the last query is the last
+    """Distance from a query to its diagonal key; None if the last query's diagonal key is the last
     key."""
     left: Any
     """Number of keys before the diagonal that a query sees."""
@@ -206,7 +206,7 @@ def hide_unseen(scores, first_query, first_key, element, bounds):
 
 @gluon.jit
 def _before_end(scores, first_query, first_key, element, bounds):
-    """Return whether keys are before the end of the keys and the window's right side."""
+    """Return whether keys lie before the end of the keys and within the window's right side."""
     own, queries, threads = _places_of(scores)
     queries, end = gl.broadcast(queries, element.kv_len - first_key - 2 * threads)
     if bounds.right is not None:
@@ -278,9 +278,9 @@ def visited_blocks_at(batch, head, tile, bounds, KEYS: gl.constexpr):
 def visited_key(i, visited, bounds, KEYS: gl.constexpr):
     """Return the first key of block number i; blocks that need the mask come first.
 
-    If no key is visible, there is still one block, after the last key. This block too begins at a
-    multiple of KEYS: TMA failed with an illegal instruction for a block at byte 130 of a mask's
-    rows (H200).
+    If no key is visible, one block is visited nevertheless, after the last key. This block also
+    begins at a multiple of KEYS, because TMA failed with an illegal instruction for a block at byte
+    130 of a mask's rows (H200).
     """
     plain, masked, plain_count, masked_count = visited
     pointer = masked + i

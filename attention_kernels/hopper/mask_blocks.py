@@ -32,9 +32,9 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
     index = WHO * STAGES + count % STAGES
     wait_for(ring, index, count // STAGES)
     mask = matrix(ring.buffers.index(index)).load(LAYOUT)
-    # Loads may still be waiting for shared memory, which another consumer's products keep busy,
-    # when later instructions have been issued. Only a fence keeps TMA from overwriting the buffer
-    # too early.
+    # When later instructions are issued, loads may still be waiting for shared memory, which
+    # another consumer's products keep busy. Only a fence keeps TMA from overwriting the buffer too
+    # early.
     fence_async_shared()
     release(ring, index)
     return mask

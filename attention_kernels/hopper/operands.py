@@ -57,7 +57,7 @@ def loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
 
 
 def loadable_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type with which a mask is loaded."""
+    """Return the element type with which TMA loads a mask."""
     kept = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
     return dtype if dtype in kept else torch.float32
 

@@ -1,4 +1,4 @@
-"""Division and storing of a consumer's output of a tile in a Hopper kernel."""
+"""Last step of a consumer's tile in a Hopper kernel: its output is divided and stored."""
 
 from __future__ import annotations
 

@@ -110,9 +110,9 @@ def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
     """Return the number of a program's tile in a turn. In the last turn, the tile may not exist.
 
     BY_LENGTH: the call is causal or has a window, and tiles are numbered by decreasing length.
-    Programs take tiles in order in even turns and in reverse order in odd turns. Otherwise the same
-    program would have the longer tile in every turn. Without BY_LENGTH, tiles are taken in order,
-    which is better for the L2 cache.
+    Programs take tiles in order in even turns and in reverse order in odd turns. If all turns had
+    one order, the same program would have the longer tile in every turn. Without BY_LENGTH, tiles
+    are taken in order, which is better for the L2 cache.
     """
     number = turn * programs + program
     if BY_LENGTH:
@@ -122,8 +122,8 @@ def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
-    """Return the number of a program's tiles: one in each of `turns` full turns, and perhaps one
-    more."""
+    """Return the number of a program's tiles: one for each of `turns` full turns, and perhaps
+    another."""
     last = tile_number(turns, program, programs, BY_LENGTH)
     return turns + gl.where(last < tiles, 1, 0)
 

@@ -50,7 +50,7 @@ KEY, VALUE = gl.constexpr(0), gl.constexpr(1)
 
 
 class Ring(NamedTuple):
-    """Buffers for blocks in shared memory, and the two barriers of each."""
+    """Buffers for blocks in shared memory, and the two barriers of each buffer."""
 
     buffers: Any
     full: Any
@@ -60,14 +60,14 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_ring(buffers):
-    """Return a ring of buffers (STAGES, …), each read by one consumer."""
+    """Return a ring of buffers (STAGES, …); one consumer reads each buffer."""
     STAGES: gl.constexpr = buffers.shape[0]
     return Ring(buffers, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
 
 
 @gluon.jit
 def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
-    """Return a ring of buffers (STAGES, …), each read by all consumers."""
+    """Return a ring of buffers (STAGES, …); all consumers read each buffer."""
     STAGES: gl.constexpr = buffers.shape[0]
     gl.static_assert(
         CONSUMERS != CONSUMERS_NAMED or FIRST_NUMBER + CONSUMERS + 2 * STAGES <= 16,
@@ -158,8 +158,8 @@ def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def meet():
-    """Make the warps of a consumer wait for each other. This costs little after all have waited for
-    the same product.
+    """Make the warps of a consumer wait for each other. Meeting costs little after all warps have
+    waited for one product.
 
     Triton inserts such a meeting before a wait for a buffer, unless the warps have met since the
     previous wait. Without an earlier call of `meet`, that meeting would come at the end of a
@@ -170,8 +170,8 @@ def meet():
 
 @gluon.jit
 def clear(buffer, count):
-    """Set a buffer's rows (N, D) to zeros from row `count` on. Every consumer does this, so that no
-    consumer waits for another."""
+    """Set a buffer's rows (N, D) to zeros from row `count` on. Every consumer calls this, so that
+    no consumer waits for another."""
     DV: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     STEP: gl.constexpr = 16

@@ -58,7 +58,7 @@ many consumers, some compute while others start or end; with few, the GPU idles 
 turn. The numbers are fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`), with errors
 of 6 % (root mean square) and at most 16 %."""
 MASK = 0.6
-"""Additional time of a block whose mask is read, in µs."""
+"""Additional time of a block for which a mask is read, in µs."""
 
 
 class WholeCall(NamedTuple):

@@ -26,7 +26,7 @@ class SoftmaxExtras(NamedTuple):
     """Scale of the scores, in base 2 unless a mask is added. With a cap, the scale of tanh's
     argument."""
     cap: Any
-    """Cap in base 2, unless a mask is added."""
+    """Soft cap, in base 2 unless a mask is added."""
     sinks: Any
     """(Hq,)."""
 
@@ -49,9 +49,9 @@ def weigh(
     earlier sums.
 
     Reference and factor are (ROWS, 4) like the sums. The reference is the row's largest score so
-    far or at most SLACK less. The reference is in base 2, or in base e if a mask is added: masks
-    may contain the lowest number of their type, and that number times log₂ e would be -inf. The
-    reference of a row that has not seen a key is -inf; -inf minus -inf would be NaN.
+    far, or less by at most SLACK. The reference is in base 2, or in base e if a mask is added:
+    masks may contain the lowest number of their type, and that number times log₂ e would be -inf.
+    The reference of a row that has not seen a key is -inf; -inf minus -inf would be NaN.
     """
     OWN: gl.constexpr = reference.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)

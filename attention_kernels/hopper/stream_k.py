@@ -3,10 +3,10 @@
     Osama, Merrill, Cecka, Garland, Owens: "Stream-K: Work-centric Parallel Decomposition for Dense
     Matrix-Matrix Multiplication on the GPU", 2023.
 
-864 tiles are 6.5 turns of 132 programs: in a seventh whole turn, half of the GPU would be idle. The
-key blocks of that turn's tiles are therefore concatenated, and each program takes the same number
-of blocks: a piece of one tile, or pieces of two. Each program stores the sums of its piece in
-memory. The last program to store a piece of a tile adds up the pieces. No program waits for
+864 tiles are 6.5 turns of 132 programs, so half of the GPU would be idle in a seventh whole turn.
+The key blocks of that turn's tiles are therefore concatenated, and each program takes the same
+number of blocks: a piece of one tile, or pieces of two. Each program stores the sums of its piece
+in memory. The last program to store a piece of a tile adds up the pieces. No program waits for
 another.
 """
 

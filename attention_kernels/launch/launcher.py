@@ -227,14 +227,14 @@ class PlannedCall(NamedTuple):
 
     launch: Launch
     descriptors: tuple[Any, ...] | None = None
-    """Descriptors to be moved to the tensors. An entry, or the tuple, is None if pointers are
-    passed."""
+    """Descriptors to be moved to the tensors. An entry, or the whole tuple, is None if pointers are
+    passed instead."""
     shared: tuple[int, int] | None = None
     """Number of floats and of counters of `workspace` that the programs share, or None. These
     tensors follow all other tensors of the launch."""
 
     def room(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the memory for `shared` that the launch needs."""
+        """Return the memory that `shared` specifies, for a launch."""
         return () if self.shared is None else workspace(*self.shared, device)
 
     def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, T
     A kernel that uses the zeros must reset them to zero. Both tensors are kept for each stream. A
     CUDA graph may be replayed on any stream, at the same time as others, so each kernel in a graph
     has its own tensors. If the zeros for graphs are used up, or no kernel ran before, the graph
-    clears new memory itself, which costs another node.
+    clears new memory itself in an additional node.
     """
     if device.type != "cuda":
         return _new(numbers, device), torch.zeros(count, dtype=torch.int32, device=device)

@@ -111,11 +111,11 @@ def forward_kernel(
     """Compute a tile of BLOCK_M queries of one head.
 
     `sinks`, `cap`, `left`, `right`, and `blocks` with its counts and strides are None if a call
-    does not have them. The compiled program then has no such arguments.
+    does not have them. Arguments that are None are not part of the compiled program.
 
-    Strides of query, key and value count in UNITs, except between the elements of a row. Strides of
-    the mask count in MASK_UNITs, and its number of keys is a multiple of MASK_UNIT. Strides of the
-    output count in OUTPUT_UNITs.
+    Strides of query, key and value are in UNITs, except between the elements of a row. Strides of
+    the mask are in MASK_UNITs, and its number of keys is a multiple of MASK_UNIT. Strides of the
+    output are in OUTPUT_UNITs.
     """
     # A row of 72 numbers is a multiple of 16 bytes. Triton infers this from the product.
     stride_qb = tl.cast(stride_qb, tl.int64) * UNIT

@@ -86,7 +86,7 @@ def blocks_of_mask(
     """Return sizes for calls whose mask has a row for each query.
 
     If the rows of a mask are not multiples of 16 bytes, their addresses take the registers that
-    larger blocks need. With the sizes of calls without a mask, an H200 took 3 to 17 times as long.
+    larger blocks need. With the sizes for calls without a mask, an H200 took 3 to 17 times as long.
 
     Args:
         mask: (B, Hq, Sq, Sk).
@@ -111,5 +111,5 @@ def _blocks_of_float32(head_dim: int) -> Blocks:
 
 @functools.cache
 def _has_little_memory(device: torch.device) -> bool:
-    """Return whether a GPU with TMA gives a program 99 KiB of shared memory instead of 227."""
+    """Return whether a GPU with TMA gives a program 99 KiB of shared memory instead of 227 KiB."""
     return device.type != "cpu" and torch.cuda.get_device_capability(device) >= (12, 0)

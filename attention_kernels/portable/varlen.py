@@ -1,4 +1,4 @@
-"""Attention over sequences of different lengths, without reading their padding.
+"""Attention over sequences of different lengths that does not read padding.
 
 A padded batch is not copied: the kernel reads `k_lengths` keys from `k_starts` on. A packed batch
 has its sequences concatenated, as in FlashAttention's `varlen` functions.
@@ -155,8 +155,8 @@ BLOCK_KEYS = 1024
 
 
 def key_ranges(keys: Tensor) -> KeyRanges:
-    """Return the key ranges of a (B, Sk) bool tensor that is True for valid keys; computed on the
-    GPU.
+    """Return the key ranges of a (B, Sk) bool tensor that is True for valid keys. The GPU computes
+    them.
 
     The valid keys must be adjacent. This is not checked, because a check would wait for the GPU.
     """

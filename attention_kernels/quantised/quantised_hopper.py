@@ -56,7 +56,7 @@ def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
 
 
 def tile_of_visited_blocks(head_dim: int) -> HopperTile:
-    """Return the tile for a mask that has been scanned: 128 queries of one head."""
+    """Return the tile for a mask that has been scanned; it has 128 queries of one head."""
     return HopperTile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, TileTimes(1.1, 2.5))
 
 

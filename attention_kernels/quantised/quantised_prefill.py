@@ -70,7 +70,7 @@ def attend_to_quantised(
     attn_mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> Tensor:
-    """Return attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
+    """Return attention of `query` (B, Hq, Sq, D) with any strides to a quantised key and value.
 
     The result is (B, Hq, Sq, Dv) in the query's dtype; a query that sees no key gets zeros. If
     there are more query heads than key heads, groups of query heads share a key head.
@@ -393,7 +393,7 @@ class _Repetition(NamedTuple):
     def of(
         cls, quantise: Launch, attend: PlannedCall, quantised: QuantisedKeyValue, output: Tensor
     ) -> _Repetition | None:
-        """Return the repetition, or None if its launches cannot be repeated with only addresses."""
+        """Return a repetition, or None if the launches cannot be repeated with addresses only."""
         if not (quantise.is_compiled and attend.launch.is_compiled):
             return None
         parts = [quantised.key, quantised.key_scale]

@@ -39,7 +39,7 @@ def paged_sparse_decode(
 
     Args:
         indices: (B, Hkv, K) int32 or int64, positions in the sequence. Negative positions and
-            positions beyond its length are skipped.
+            positions beyond the sequence's end are skipped.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths, indices.contiguous())
     return attend_to_cache(query, cache, scale=scale)

@@ -188,7 +188,7 @@ def _score_launch(
 
 def _highest(scores: Tensor, keep: float, lengths: Tensor | None) -> Tensor:
     count = min(max(1, round(keep * scores.shape[2])), scores.shape[2])
-    # Sorting the tokens and converting their numbers to int32 would be separate launches.
+    # Sorting the tokens and converting their numbers to int32 would take additional launches.
     indices = scores.topk(count, dim=2, sorted=lengths is not None).indices
     if lengths is None:
         return indices

@@ -61,8 +61,8 @@ def high_low_product(halves, numbers):
     """Return left · rightᵀ, (M, N) in float32. `halves` (2M, K) are the `high_low_parts` of left
     (M, K), and `numbers` (N, K) is right, in the same 8-bit type.
 
-    FP8 products are accumulated with some 14 bits (`quantised_prefill_kernel.py`). This is enough,
-    because each sum starts at zero and K is small.
+    FP8 products are accumulated with some 14 bits (`quantised_prefill_kernel.py`). These bits are
+    enough, because each sum starts at zero and K is small.
     """
     is_int8: tl.constexpr = numbers.dtype == tl.int8
     if INTERPRETED:

@@ -70,7 +70,7 @@ def stretches(
     cut = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
     whole = first
     if left is not None:
-        # After `begun` keys, the window of every row has begun.
+        # After the first `begun` keys, every row's window has begun.
         begun = tl.maximum(diagonal + BLOCK_M - 1 - left - first, 0)
         whole = tl.minimum(first + tl.cdiv(begun, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
         cut = tl.maximum(cut, whole)
@@ -134,7 +134,7 @@ def window_sides(
 def mask_unit(mask: Tensor) -> int:
     """Return the number of elements of a mask (B, Hq, Sq, Sk) that are loaded at once.
 
-    This is 16 bytes if the length and the strides of the rows are multiples of 16 bytes, else 1
+    The unit is 16 bytes if the length and the strides of the rows are multiples of 16 bytes, else 1
     element.
     """
     unit = 16 // mask.element_size()

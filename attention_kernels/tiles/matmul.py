@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""True if kernels run on the CPU in Triton's interpreter, which is decided when Triton is imported.
+"""True if kernels run on the CPU in Triton's interpreter; this is decided when Triton is imported.
 """
 
 

@@ -12,7 +12,8 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*/test_*.p
 
 @pytest.fixture(scope="module", params=["as small", "as large"])
 def size(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run tests with the loads of small calls, through pointers, and with those of large calls."""
+    """Run tests with loads as in small calls, through pointers, and with loads as in large
+    calls."""
     from attention_kernels.launch.launcher import PlanCache
     from attention_kernels.portable import forward
 

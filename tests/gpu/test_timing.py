@@ -35,7 +35,7 @@ def test_twice_the_work_takes_twice_the_time(cache: str) -> None:
 
 
 class Read(TorchDispatchMode):
-    """Records the sizes in bytes of the tensors that are summed."""
+    """Records the size in bytes of each tensor that is summed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decode over an 8-bit cache attends to the stored numbers, an approximation of the call's."""
+"""Decode over an 8-bit cache attends to the stored numbers, which approximate the originals."""
 
 from __future__ import annotations
 

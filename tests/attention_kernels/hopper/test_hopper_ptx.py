@@ -74,7 +74,7 @@ class Softmax:
 
 
 def blocks(count: int, deviation: float, rise: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return scores (count, 16, 128), in which each block is `rise` above the last, and values."""
+    """Return scores (count, 16, 128) that rise by `rise` from block to block, and values."""
     generator = torch.Generator().manual_seed(0)
     scores = deviation * torch.randn(count, ROWS, KEYS, generator=generator)
     scores += rise * torch.arange(count)[:, None, None]

@@ -67,7 +67,7 @@ def test_the_installed_triton_is_put_together_as_we_think(encoded: list[Any]) ->
 
 
 def launch_by_triton(run: Launcher, arguments: list[Any]) -> None:
-    """Launch as Triton does, which differs among its versions."""
+    """Launch as the installed version of Triton does."""
     base = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)
     if base is None:
         run.launch(arguments)

@@ -40,7 +40,7 @@ COMPILED = 'q, k, v, q_scale, k_scale, *, tensor_layout="HND", output_dtype=torc
 
 
 def _forward(causal: bool) -> Callable[..., Tensor]:
-    """Return a compiled kernel, which takes the scale of the scores as the query's scale."""
+    """Return a stand-in for a compiled kernel; the query's scale serves as the scores' scale."""
 
     @parameters(COMPILED)
     def run(given: SimpleNamespace) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_restriction_ends_with_the_call(make_call: MakeCall, name: str) -> Non
 
 
 def test_a_restriction_costs_little_beside_a_short_call(make_call: MakeCall) -> None:
-    """Entering `sdpa_kernel` for each call would take longer than a short call."""
+    """Entering `sdpa_kernel` for each call would take longer than a short call itself."""
     arguments, events = make_call().arguments(), 0
 
     def count(frame: object, event: str, called: object) -> None:
