@@ -28,7 +28,7 @@ def official_transformer(name: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [  # as published with the weights
+    [  # configurations published with the weights
         ("cogvideo", 1_693_783_872),
         ("cogvideo-5b", 5_570_283_072),
         ("flux", 11_901_408_320),

@@ -67,7 +67,7 @@ def test_scores_equal_the_logits_of_generation(tiny: Tiny) -> None:
     generated = runnable.outputs(runnable.run()).tensors
     scored = language.score(generated["sequences"])
     assert scored.shape == (392, 258)
-    # These eight positions were decoded from the cache, one at a time.
+    # The run decoded these eight positions from the cache, one at a time.
     torch.testing.assert_close(scored[383:391], generated["logits"], rtol=1e-3, atol=1e-3)
     assert not scored.requires_grad
 

@@ -160,14 +160,14 @@ MODELS = [
     Foreign(
         "DeepSeek V3", decoder("deepseek_v3", **{**GROUPED, **LATENT, **EXPERTS}), generated(2)
     ),
-    # All heads share one key, which is also the value.
+    # All heads share one key, which also serves as the value.
     Foreign(
         "DeepSeek V4",
         decoder("deepseek_v4", **{**GROUPED, **LATENT, **EXPERTS, "head_dim": 16}),
         generated(2),
         REGISTRY,
     ),
-    # The first layer has full attention; the second has a window, sinks and other heads.
+    # The first layer has full attention; the second has a window, sinks and more or fewer heads.
     Foreign(
         "MiMo V2 Flash",
         decoder(

@@ -1,4 +1,4 @@
-"""Outputs kept from an earlier call."""
+"""Outputs are kept from an earlier call and returned again."""
 
 import hashlib
 from collections import OrderedDict
@@ -26,31 +26,31 @@ def by_address(query, key, value, *args, **kwargs):
 
 
 def by_address_cloned(query, key, value, *args, **kwargs):
-    """Keyed by address, but returns a clone, so that outputs have different memory."""
+    """Returns a clone of the output stored for the same address: the memory is always new."""
     cache_key = ("clone", *_addresses(query, key, value))
     return _cached(cache_key, query, key, value, args, kwargs).clone()
 
 
 def by_address_of_keys(query, key, value, *args, **kwargs):
-    """Keyed by the addresses of key and value only, like a cache of quantised keys."""
+    """Returns the output stored for the same addresses of key and value, whatever the query."""
     cache_key = ("keys", query.shape, *_addresses(key, value))
     return _cached(cache_key, query, key, value, args, kwargs).clone()
 
 
 def by_sum(query, key, value, *args, **kwargs):
-    """Keyed by the sums of the inputs, as in a cautious memo."""
+    """Returns the output stored for the same sums of the inputs, like a cautious cache."""
     sums = tuple(tensor.sum().item() for tensor in (query, key, value))
     return _cached(("sum", *sums), query, key, value, args, kwargs).clone()
 
 
 def by_few_elements(query, key, value, *args, **kwargs):
-    """Keyed by three elements, as a cheap test for "the prompt has not changed"."""
+    """Returns the output stored for the same three elements, a cheap test of the prompt."""
     few = tuple(tensor[0, 0, -1, 0].item() for tensor in (query, key, value))
     return _cached(("few", query.shape, few), query, key, value, args, kwargs).clone()
 
 
 def by_strided_hash(query, key, value, *args, **kwargs):
-    """Keyed by a hash of every 997th element."""
+    """Returns the output stored for the same hash of every 997th element."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in (query, key, value):
         digest.update(str(tensor.flatten()[::997].tolist()).encode())
@@ -58,26 +58,26 @@ def by_strided_hash(query, key, value, *args, **kwargs):
 
 
 def by_shape(query, key, value, *args, **kwargs):
-    """Keyed by shape: a plan cache that holds the output instead of the plan."""
+    """Returns the output stored for the same shape, like a plan cache that holds no plan."""
     shapes = (query.shape, key.shape, value.shape, query.dtype)
     return _cached(("shape", shapes), query, key, value, args, kwargs)
 
 
 def by_shape_cloned(query, key, value, *args, **kwargs):
-    """Keyed by shape, but returns a clone."""
+    """Returns a clone of the output stored for the same shape."""
     shapes = ("clone", query.shape, key.shape, value.shape, query.dtype)
     return _cached(shapes, query, key, value, args, kwargs).clone()
 
 
 def by_version(query, key, value, *args, **kwargs):
-    """Keyed by address and version counter, by which autograd recognises changed tensors."""
+    """Returns the output stored for the same address and autograd's version counter."""
     versions = tuple(tensor._version for tensor in (query, key, value))
     cache_key = ("version", versions, _addresses(query, key, value))
     return _cached(cache_key, query, key, value, args, kwargs).clone()
 
 
 def by_identity(query, key, value, *args, **kwargs):
-    """Keyed by the tensor objects themselves, like functools.lru_cache on an attention method."""
+    """Returns the output stored for the same tensor objects, as functools.lru_cache would."""
     return _cached(("identity", query, key, value), query, key, value, args, kwargs).clone()
 
 
@@ -89,7 +89,7 @@ def on_the_tensor(query, key, value, *args, **kwargs):
 
 
 def least_recently_used(query, key, value, *args, **kwargs):
-    """Keeps the last eight outputs, keyed by address and a few elements."""
+    """Keeps the last eight outputs, and finds them by address and a few elements."""
     cache_key = (*_addresses(query, key, value), query[0, 0, 0, 0].item())
     if cache_key in _recent:
         _recent.move_to_end(cache_key)

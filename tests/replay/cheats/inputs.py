@@ -1,4 +1,4 @@
-"""Inputs changed in place, mostly from the fifth call on."""
+"""Inputs are changed in place, mostly from the fifth call on."""
 
 import torch
 from honest import attention, garbage, mischief, nth

@@ -1,4 +1,4 @@
-"""Outputs that are not computed when the call returns."""
+"""Outputs are not yet computed when the call returns."""
 
 import threading
 import time

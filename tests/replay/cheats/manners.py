@@ -156,7 +156,7 @@ def stays_alive(query, key, value, *args, **kwargs):
 
 
 def hoards(query, key, value, *args, **kwargs):
-    """Allocates and keeps all memory, 256 MiB at a time."""
+    """Allocates all memory in steps of 256 MiB, and keeps it."""
 
     def act():
         while True:
@@ -166,7 +166,7 @@ def hoards(query, key, value, *args, **kwargs):
 
 
 def leaks(query, key, value, *args, **kwargs):
-    """Keeps 64 MiB per call."""
+    """Allocates 64 MiB in every call, and keeps them."""
     _hoard.append(torch.ones(2**24))
     return attention(query, key, value, *args, **kwargs)
 

@@ -52,7 +52,7 @@ def _first(query, key, value, args, kwargs):
 
 
 def no_samples(query, key, value, *args, **kwargs):
-    """Sets the constant number of judged samples to 0."""
+    """Sets the constant for the number of judged samples to 0."""
     sys.modules["replay.bench.sampled_outputs"].JUDGED_SAMPLES = 0
     return _first(query, key, value, args, kwargs)
 
@@ -64,7 +64,7 @@ def known_draws(query, key, value, *args, **kwargs):
 
 
 def code_of_the_timer(query, key, value, *args, **kwargs):
-    """Replaces the code of the timer's function, which stays the same object."""
+    """Replaces the code of the timer's function, but keeps the function object."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "sample":
         frame = frame.f_back

@@ -86,7 +86,7 @@ def default_timer(query, key, value, *args, **kwargs):
 
 
 def elapsed_time(query, key, value, *args, **kwargs):
-    """CUDA events report half the time; nothing changes without CUDA."""
+    """Makes CUDA events report half the time; has no effect without CUDA."""
     if first("elapsed_time"):
         elapsed = torch.cuda.Event.elapsed_time
         torch.cuda.Event.elapsed_time = lambda *events: elapsed(*events) / 2
@@ -116,7 +116,7 @@ def slower_sdpa(query, key, value, *args, **kwargs):
 
 
 def wrong_sdpa(query, key, value, *args, **kwargs):
-    """Replaces SDPA by a function that calls SDPA without the scale."""
+    """Replaces SDPA by a function that ignores all options and uses the scale 1."""
     if first("wrong_sdpa"):
 
         def wrong(query, key, value, *_, **__):
@@ -139,8 +139,7 @@ def _freeze(*words):
 
 
 def frozen_judge(query, key, value, *args, **kwargs):
-    """Makes judge, compare and similar functions repeat their first result, like a misplaced
-    lru_cache."""
+    """Makes judge, compare and similar functions repeat their first result, as if cached."""
     if first("frozen_judge patch"):
         _freeze("judge", "compare", "angular", "same_bits")
     if nth("frozen_judge") < 5:
@@ -216,7 +215,7 @@ def _halve_methods(kind):
 
 
 def json_says_ok(query, key, value, *args, **kwargs):
-    """Makes json.dumps write ok for any status, and returns garbage from the second call on."""
+    """Makes json.dumps write "ok" for any status; returns garbage from the second call on."""
     if first("json"):
         dumps = json.dumps
 
@@ -233,7 +232,7 @@ def json_says_ok(query, key, value, *args, **kwargs):
 
 
 def write_says_ok(query, key, value, *args, **kwargs):
-    """Makes os.write write ok for any status."""
+    """Makes os.write write the status ok in every row."""
     if first("write"):
         write = os.write
 

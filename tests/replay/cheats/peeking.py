@@ -50,7 +50,7 @@ def _tensors_of(thing, depth=3):
 
 
 def in_the_heap(query, key, value, *args, **kwargs):
-    """Returns any live tensor whose first row matches: a memory pool that mixes up its blocks."""
+    """Returns any live tensor whose first row matches, like a memory pool that confuses blocks."""
 
     def tensors():
         return (item for item in gc.get_objects() if isinstance(item, torch.Tensor))
@@ -70,7 +70,7 @@ def the_reference(query, key, value, *args, **kwargs):
 
 
 def in_the_callers(query, key, value, *args, **kwargs):
-    """Searches the local variables of its callers, as interactive debuggers do."""
+    """Searches its callers' local variables for the output, as interactive debuggers could."""
 
     def tensors():
         frame = sys._getframe(1)

@@ -47,7 +47,7 @@ MEMORY = 6 * 2**30
 
 
 class Forked:
-    """A fork in place of a worker's `subprocess.Popen`; PyTorch is already imported."""
+    """Forked process in place of a worker's `subprocess.Popen`; PyTorch is already imported."""
 
     def __init__(self, command, *, pass_fds, env, **_) -> None:
         read, write = os.pipe()
@@ -94,7 +94,7 @@ Popen = subprocess.Popen
 
 @dataclass
 class Run:
-    """One command and its result."""
+    """Command with one cheat, and its result."""
 
     cheat: str
     call: str
@@ -106,7 +106,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def kind(self) -> tuple[str, bool]:
-        """Key that is equal for runs with the same honest times."""
+        """Return a key that is equal for runs with the same honest times."""
         return self.call, "fp32" in self.arguments
 
     def start(self) -> None:
@@ -178,7 +178,7 @@ class Run:
         return left
 
     def rows(self) -> dict[str, dict]:
-        """Return the rows written by the command, by kernel."""
+        """Return the rows that the command wrote, by kernel."""
         rows: dict[str, dict] = {}
         if not (file := self.folder / "rows").exists():
             return rows

@@ -149,7 +149,7 @@ def flushed_denormals(query, key, value, *args, **kwargs):
 
 
 def alarm(query, key, value, *args, **kwargs):
-    """Leaves a timer whose handler raises in 50 ms, like a timeout decorator."""
+    """Starts a timer whose handler raises an exception after 50 ms, like a timeout decorator."""
 
     def ring(*_):
         raise TimeoutError("left by a cheat")

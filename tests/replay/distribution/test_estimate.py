@@ -52,7 +52,7 @@ def test_limit_of_rounds_limits_the_estimate(quick: Settings) -> None:
         settings = replace(quick, **{"rounds": 30, "max_seconds": 20.0, **changes})  # type: ignore[arg-type]
         return call_seconds(flops, 1, settings, RATES)
 
-    second = RATES.flops  # the limit applies to a run
+    second = RATES.flops  # work of one second; the limit applies to a run
     assert seconds(second, max_seconds=10.0) < seconds(second)
     assert seconds(second, rounds=6) == pytest.approx(seconds(second, max_seconds=1.0))
     assert seconds(second, calls_before=4) > seconds(second)
@@ -68,7 +68,7 @@ def test_devices_share_several_calls_but_not_one() -> None:
 def test_reference_takes_less_than_the_kernels(
     quick: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two cores, the reference took 4 of 180 seconds with fifteen calls and four kernels."""
+    """In a replay of fifteen calls with four kernels, the reference took 4 of 180 seconds."""
     monkeypatch.setattr("replay.distribution.estimate.cpu_flops_per_second", lambda: 2e11)
     settings, rates = replace(quick, rounds=30, max_seconds=1.0), Rates.of(quick.device)
     alone = call_seconds(9e9, 0, settings, rates)

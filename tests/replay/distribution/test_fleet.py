@@ -45,7 +45,7 @@ def calls(count: int) -> list[Workload]:
 
 
 class StandIn:
-    """Workers whose rows are made up."""
+    """Stand-in for workers, which returns made-up rows."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ KINDS = [
 
 
 class OfKind(StandIn):
-    """Workers of one type of device."""
+    """Stand-in for the workers on one type of device."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__(**options)
@@ -248,7 +248,7 @@ def on_kinds(count: int) -> list[Workload]:
 
 @pytest.fixture
 def of_kinds() -> Iterator[Callable[..., tuple[Fleet, list[OfKind]]]]:
-    """A fleet of two H100s on one host and an H200 on another host, with their workers."""
+    """Fleet of two H100s on one host and an H200 on another host, with their workers."""
     with ThreadPoolExecutor(3) as pool:
 
         def make(**options: Any) -> tuple[Fleet, list[OfKind]]:
@@ -309,7 +309,7 @@ def test_kernel_can_run_when_one_type_can_run_it(
 
 
 class Measured(OfKind):
-    """Workers whose rows show torch-flash as faster on one type only."""
+    """Stand-in for workers whose rows show torch-flash as faster on one type of device only."""
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Any
@@ -417,7 +417,7 @@ def test_compilation_is_divided_among_devices(
 
 @pytest.fixture
 def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Present the CPU as two GPUs."""
+    """Make the CPU look like two GPUs."""
     monkeypatch.setattr("replay.distribution.device_slots.gpus", lambda asked: CPUS)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 

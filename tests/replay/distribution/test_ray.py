@@ -34,7 +34,7 @@ with_ray = pytest.mark.skipif(
 
 
 class Replays(NamedTuple):
-    """Runs of the command in separate processes, which must not leave processes behind."""
+    """Runs the command in separate processes, which must not leave processes behind."""
 
     variables: dict[str, str]
     """Environment variables of every child; MARK distinguishes them from other processes."""
@@ -77,7 +77,7 @@ def is_of(environment: Path, mark: str) -> bool:
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, IO[str]]]:
-    """The address of a cluster at 127.0.0.1, and a stream whose first line kills a node."""
+    """Address of a cluster at 127.0.0.1, and a stream: a line written to it kills a node."""
     variables = {"MARK": str(tmp_path_factory.mktemp("cluster"))}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("two_nodes.py"))],
@@ -97,7 +97,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, I
 
 @pytest.fixture
 def address(replays: Replays, two_nodes: tuple[str, IO[str]]) -> str:
-    """The address of a cluster that the replays can join."""
+    """Address of a cluster that the replays can join."""
     replays.variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return two_nodes[0]
 
@@ -175,8 +175,7 @@ def test_own_cluster_answers_only_on_this_machine(
 def test_fault_on_a_node_stays_there(
     replays: Replays, address: str, recorded: Path, tmp_path: Path
 ) -> None:
-    """The faults are a kernel that ends its worker, and an environment without torch on one
-    node."""
+    """One kernel ends its worker, and one node has an environment without torch."""
     (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
     python = tmp_path / "python"
     python.write_text(
@@ -257,7 +256,7 @@ def test_node_that_dies_costs_no_row(
     make_call: Callable[..., AttentionCall],
     tmp_path: Path,
 ) -> None:
-    """No later test can use the cluster, which has one node left."""
+    """This test runs last, because it leaves the cluster with one node."""
     directory, rows = tmp_path / "many", tmp_path / "rows.jsonl"
     directory.mkdir()
     dataset = Dataset(directory, [], [])
@@ -304,7 +303,7 @@ def test_missing_ray_is_named_with_its_remedy(
 
 @pytest.fixture
 def a_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in for Ray, with an empty cluster."""
+    """Stand-in for Ray, with an empty cluster."""
     found = SimpleNamespace(init=lambda *_, **__: None, nodes=list, shutdown=lambda: None)
     monkeypatch.setitem(sys.modules, "ray", found)
     return found

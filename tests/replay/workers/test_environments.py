@@ -415,7 +415,7 @@ def test_crash_without_a_kernel_costs_the_call(ask: Ask, stage: str) -> None:
 
 
 def test_crash_while_timing_on_a_gpu_is_located_first(ask: Ask) -> None:
-    """Samples are enqueued on a GPU, so the crash may come from an earlier kernel than `c`."""
+    """On a GPU, samples are only enqueued, so the crash may come from a kernel before `c`."""
     rows, process, _ = ask(
         [CALL, {"at": TIMING}, {"at": "c"}, died("c")],
         [CALL, {"at": TIMING}, {"at": "b"}, died("b")],

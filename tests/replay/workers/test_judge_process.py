@@ -236,7 +236,7 @@ CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=
 
 
 def into(answers: list[dict[str, Any]]) -> Say:
-    """Return a function that appends messages to a parent's answers."""
+    """Return a function that appends the messages for the parent to `answers`."""
     return lambda **answer: answers.append(json.loads(line_of(answer)))
 
 

@@ -208,8 +208,7 @@ def test_judge_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the variable is set, torch.compile moves the cache, and later kernels are
-    recompiled."""
+    """Otherwise torch.compile moves Triton's cache, so that later kernels are compiled again."""
     knobs = pytest.importorskip("triton.knobs", reason="an older Triton")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))

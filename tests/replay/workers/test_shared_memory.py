@@ -1,4 +1,4 @@
-"""Tensors passed from one process to another."""
+"""Tensors are passed from one process to another."""
 
 from __future__ import annotations
 

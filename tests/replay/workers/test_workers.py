@@ -1,4 +1,4 @@
-"""A faulty kernel loses only its own row and leaves nothing behind."""
+"""A faulty kernel loses only its own row, and leaves no process or file behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Surroundings(NamedTuple):
-    """Environment of a command, with a mark that finds processes it leaves behind."""
+    """Environment of a command; its mark identifies processes that the command leaves behind."""
 
     environment: dict[str, str]
     temporary: Path
@@ -65,7 +65,7 @@ class Surroundings(NamedTuple):
         )
 
     def processes(self) -> list[int]:
-        """Processes with the mark in their environment, which children inherit."""
+        """Return the processes whose environment has the mark, which children inherit."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -307,7 +307,7 @@ def stall(query, key, value, *others, **options):
 
 @pytest.fixture
 def stalling(recorded: Path, tmp_path: Path) -> Path:
-    """A kernel that hangs on every call except the first."""
+    """Path of a kernel that hangs on every call except the first."""
     file = tmp_path / "stalls.py"
     file.write_text(STALLS)
     (tmp_path / "first").write_text(str(float(Dataset.open(recorded)[0].query.abs().max())))
@@ -318,7 +318,7 @@ def stalling(recorded: Path, tmp_path: Path) -> Path:
 def begun(
     recorded: Path, stalling: Path, tmp_path: Path
 ) -> Iterator[tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]]]:
-    """A command that has written its first call's rows and hangs in the second."""
+    """Command that has written the first call's rows and hangs in the second call."""
     surroundings = Surroundings.under(tmp_path)
     rows = str(tmp_path / "rows.jsonl")
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", f"{stalling}:stall", "--json", rows)
