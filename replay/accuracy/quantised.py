@@ -104,7 +104,7 @@ def to_int8(tensor: Tensor, largest: Tensor) -> Tensor:
 
 
 def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
-    """Round to e4m3, with the scale that maps `largest` to its largest number, and convert back."""
+    """Round to e4m3, with the scale that maps `largest` to e4m3's maximum, and convert back."""
     scale = _scale(largest, FP8_MAX)
     return (tensor / scale).to(FP8).to(tensor.dtype).mul_(scale)
 
@@ -153,7 +153,7 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
     call = call.without_pages()
     absolute = torch.zeros(reference.shape[:3], dtype=torch.float64, device=reference.device)
     lengths = torch.zeros_like(absolute)
-    if not call.shape.kv_len:  # the output is zero in any number of bits
+    if not call.shape.kv_len:  # the output is zero in any precision
         return absolute, lengths
     group = call.shape.q_heads // call.shape.kv_heads
     for batch in range(call.shape.batch):

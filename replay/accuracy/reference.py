@@ -179,7 +179,7 @@ def weights(
     most = scores_at_a_time(call.device) if block_elements is None else block_elements
     at_once = 1
     if shape.q_heads == shape.kv_heads:  # with fewer key heads, keys would have to be copied
-        # Short calls are computed in groups of heads that fit with their keys.
+        # Compute short calls in groups of heads whose scores and keys fit.
         widest = max(shape.head_dim, shape.v_head_dim, 1)
         keys = min(CPU_KEYS, most) if call.device.type == "cpu" else most
         at_once = max(1, min(most // max(shape.q_len, 1), keys // widest) // shape.kv_len)

@@ -18,7 +18,7 @@ from replay.accuracy.errors import check_comparable, chunks
 from replay.accuracy.thresholds import ExactThresholds
 
 ROWS_OF_A_HEAD = 32
-"""Minimum number of rows for a head to have its own worst eager row; smaller heads share a row."""
+"""Minimum number of rows for a head to have its own worst eager row; smaller heads share one."""
 
 SHARED_NOISE = 0.5
 """Share of the rounding noise of 16 bits that rows may have in common. Four times this share is two
@@ -54,7 +54,7 @@ class RowTolerance:
         """Return the largest allowed |Σ (output - reference) · reference| over a head's rows.
 
         If a kernel computes a different attention in every row, for example with one key too many,
-        the sum grows with the number n of rows. With independent rounding errors it grows with √n.
+        the sum grows with the number n of rows; with independent rounding errors it grows with √n.
         The limit adds the rounding error that rows have in common: a share of the noise (`shared`),
         and the common error of eager attention. The result is (B, Hq).
 
@@ -101,7 +101,7 @@ def tolerance(
     product with one query row is summed differently from a product with many rows. Without that
     noise, honest kernels would sometimes exceed twice the eager error.
 
-    Each same-dtype error is the largest among the outputs. Rows with an element that is not finite
+    Each same-dtype error is the outputs' largest error. Rows with an element that is not finite
     in a same-dtype output (float16 overflows) or in the reference are left out.
 
     Args:

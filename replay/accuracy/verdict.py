@@ -29,8 +29,8 @@ class Expected:
     kept: float | None = None
     """Share of (query, key) pairs that a sparse kernel attends to; None for other kernels."""
     call: AttentionCall | None = field(default=None, repr=False, compare=False)
-    """Call for the noise of 8-bit attention, computed when a quantised kernel is judged; tensors
-    must not change before. If None, quantised kernels are judged by their whole output only."""
+    """Call whose 8-bit noise is computed when a quantised kernel is judged; its tensors must not
+    change until then. If None, quantised kernels are judged by their whole output only."""
     spread: Tensor | None = field(default=None, repr=False, compare=False)
     """(B, Hq, Sq), from `replay.accuracy.reference.attention_and_spread`."""
 
@@ -94,7 +94,7 @@ def judge(
     accuracy_class: AccuracyClass,
     thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
 ) -> OutputVerdict:
-    """Judge an `output` of the reference's shape by its class of kernel.
+    """Judge an `output`, which has the reference's shape, by the rule for its class of kernel.
 
     `exact` kernels compute in the call's 16 or 32 bits. They must have max|O - reference| ≤
     2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. In 16 bits

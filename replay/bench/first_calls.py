@@ -23,7 +23,7 @@ def first_calls(
     process_state: ProcessState,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, float]]:
-    """Yield the name and the milliseconds of the first call, with compilation, of each kernel.
+    """Yield each kernel's name and the milliseconds of its first call, including compilation.
 
     Outputs are not judged. A kernel that refuses the call or fails is left out, because its check
     will report the reason. Kernels in Triton's interpreter are left out: they compile nothing.

@@ -92,7 +92,7 @@ class Checker:
         call, restated_as, refused = self._forms.form(
             kernel, self._settings.device, for_model=self._settings.for_model
         )
-        self._process_state.restore(kernel.name)  # importing its library may change it
+        self._process_state.restore(kernel.name)  # importing the library may change it
         if refused is not None:
             return CheckedKernel(kernel, call, refused)
         checked = CheckedKernel(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
@@ -121,8 +121,8 @@ class Checker:
         """Judge the outputs of a kernel and its core again after they were timed.
 
         Timed calls may differ from the first call: from the third call on, a kernel may replay a
-        CUDA graph that lacks a launch. A graph writes to the same memory each time, so that memory
-        is poisoned too.
+        CUDA graph that lacks a launch. A graph writes to the same memory each time, so its output
+        memory is poisoned too.
         """
         checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
         kernel, core_fault = checked.kernel.name, ""

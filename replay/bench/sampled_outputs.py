@@ -71,7 +71,7 @@ class SampledOutputs:
         self._sequences: dict[int, PerturbationSequence] = {}
         """Perturbations, keyed by the query tensor's id because forms of a call share tensors."""
         self._versions: dict[int, int] = {}
-        """PyTorch's version number of each input, keyed by the tensor's id, when last compared."""
+        """Version number of each input when it was last compared, keyed by the tensor's id."""
         for member in checked:
             self._sequences.setdefault(
                 id(member.call.query), PerturbationSequence(member.call, seed)

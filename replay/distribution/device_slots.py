@@ -32,9 +32,9 @@ class Device:
     """Device whose processes can use no other device."""
 
     name: str
-    """Unique name for people, e.g. `GPU 1`."""
+    """Unique name in messages, such as `GPU 1`."""
     kind: str
-    """Type of device, e.g. `NVIDIA H200`."""
+    """Type of device, such as `NVIDIA H200`."""
     uuid: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the device's processes."""

@@ -156,7 +156,7 @@ class SteppedPerturbation:
         return _rows_of_one_head(draw, self._shape), _rows_of_one_head(draw, self._shape)
 
     def step(self) -> None:
-        """Take the next step, in place."""
+        """Change the inputs to those of the next step, in place."""
         self.number += 1
         trailing_zeros = (self.number & -self.number).bit_length() - 1
         for changes in self._pools:
@@ -229,7 +229,7 @@ def _most_rows(tensor: Tensor) -> int:
 
 
 def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """Return the same rows of every head, without expanded copies; on a CPU, in small blocks."""
+    """Return rows, the same in every head; omit expanded copies, and use small blocks on a CPU."""
     memory = narrow_expanded(tensor)
     batch, heads, length, width = memory.shape
     if not length:

@@ -290,7 +290,7 @@ SETTINGS: dict[str, Setting] = {
     **_scheduling(),
     **_overrides(),
 }
-"""Settings by their names in messages to users."""
+"""Settings, keyed by the names that messages use."""
 
 HOOKS: dict[str, Setting] = {
     "sys.getprofile": Setting(sys.getprofile, sys.setprofile),
@@ -305,7 +305,7 @@ REFUSALS = (RuntimeError, OSError, ValueError)
 
 
 class SettingsSnapshot:
-    """Values of settings at one time."""
+    """Values of settings at construction."""
 
     def __init__(self, settings: Mapping[str, Setting] = SETTINGS) -> None:
         self._settings = settings

@@ -26,7 +26,7 @@ from capture.large_imports import without_collecting
 
 
 def import_compiler() -> None:
-    """Import PyTorch's compiler before its first use, in two thirds of the usual time."""
+    """Import PyTorch's compiler without garbage collection, in two thirds of the usual time."""
     with without_collecting():
         import torch._inductor.compile_fx  # noqa: F401
 
@@ -76,7 +76,7 @@ class CompiledPerSignature:
         """Compile without a pool of processes, unless many programs must be compiled.
 
         An attention call is one program or a few, which are compiled before the pool is ready,
-        because its processes import PyTorch. They would start while other kernels are timed.
+        because its processes import PyTorch. The pool would start while other kernels are timed.
         """
         if self._mode == "max-autotune":
             return contextlib.nullcontext()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 Capability = tuple[int, int]
-"""A GPU's compute capability: (9, 0) on an H200."""
+"""Compute capability of a GPU, such as (9, 0) for an H200."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Library:
     """Requirements of a kernel on its library: module, version, and supported GPUs."""
 
     module: str
-    """Module to import: `flash_attn.cute`."""
+    """Module to import, such as `flash_attn.cute`."""
     package: str
-    """Installed package that has the version: `flash-attn-4`."""
+    """Name of the installed package, such as `flash-attn-4`."""
     install: str
     """Command that installs the package."""
     functions: tuple[str, ...] = ()

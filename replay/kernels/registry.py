@@ -130,7 +130,7 @@ class Kernel:
 
     prefers_rewritten_mask: Callable[[AttentionCall], bool] = _never
     """Function that returns True if equivalent options (`capture.call.mask_structure`) should
-    replace a call's mask. They always replace a mask that the kernel refuses."""
+    replace a call's mask. Options always replace a mask that the kernel refuses."""
 
     warm_up: Callable[[], None] | None = None
     """Function that imports in advance the modules that the first call would import."""

@@ -1,9 +1,9 @@
-"""The default numbers and durations of timing. Imports no torch, because `--help` shows them."""
+"""The default numbers and durations of timing. Imports no torch, so that `--help` stays fast."""
 
 from __future__ import annotations
 
 ROUNDS = 30
-"""Number of samples of a kernel on a call."""
+"""Number of samples of each kernel on each call."""
 
 MINIMUM_ROUNDS = 6
 """Minimum number of rounds for a slow kernel; with fewer rounds there is no 95 % interval."""

@@ -1,7 +1,7 @@
 """The energy of a call, and its sustained time, from a block of calls without gaps.
 
-NVML counts the energy of the whole GPU and updates the count every 20 to 100 ms. So calls follow
-each other for a second, and the energy between two updates is divided by the number of calls. The
+NVML counts the energy of the whole GPU and updates the count every 20 to 100 ms. So calls run
+without gaps for a second, and the energy between two updates is divided by the number of calls. The
 first calls run at the clock frequency of a short burst, and the last calls at the frequency that
 the power limit allows.
 """
@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.1
 SETTLING_SECONDS = 0.25
 """Time from a block's start to the first reading: clocks take about 40 ms to adapt to the power."""
 BLOCK_SECONDS = 1.0
-"""Time between the first and last reading of the counter, so that it is updated ten times."""
+"""Time between the first and last reading of the counter, enough for at least ten updates."""
 CHUNK_MS = 5.0
 """Duration of the calls between two readings. More calls are queued, so the GPU never waits."""
 BURST_MS = 20.0

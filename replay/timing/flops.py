@@ -21,7 +21,7 @@ def valid_pairs(call: AttentionCall) -> int:
 
     Causal masks, windows and packed sequences keep a range of keys visible to each query
     (`capture.call.attention_variant.key_ranges`). A bool mask allows its True entries, a float mask
-    the entries other than -inf. A call with a mask and a range needs both to allow a pair, as in
+    the entries other than -inf. In a call with a mask and a range, both must allow a pair, as in
     torch's CPU flash backend; torch's math backend refuses a mask with `is_causal`.
     """
     shape = call.shape

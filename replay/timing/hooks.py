@@ -27,7 +27,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
-    """Replace the stack by these modes."""
+    """Replace PyTorch's stack of function modes with these modes."""
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
     for mode in modes:
@@ -41,7 +41,7 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 
 def set_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
-    """Replace the stack by these modes."""
+    """Replace PyTorch's stack of dispatch modes with these modes."""
     while torch._C._len_torch_dispatch_stack():
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:

@@ -90,7 +90,7 @@ def measure(
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
     The order within a round is shuffled. A candidate that raises, or that changes recorded times,
-    is dropped, and the other candidates go on. A CUDA error that breaks the process is raised.
+    is dropped, and the other candidates go on. CUDA errors that make the GPU unusable are raised.
 
     Args:
         calls_before: untimed calls of the same candidate before each sample.

@@ -3,7 +3,7 @@
 The interval of a speed-up is an exact interval of order statistics. With X ~ Binomial(n, 1/2), the
 k-th smallest and k-th largest of n independent samples enclose their median with probability
 1 - 2·P(X < k) (Conover, Practical Nonparametric Statistics, 3rd ed., 1999, section 3.2). We print
-95 % and choose the largest k that has 97.5 %. Below six samples there is no interval.
+95 % and choose the largest k that has 97.5 %. With fewer than six samples there is none.
 
 A disturbance of the whole machine makes a round's ratio larger or smaller with equal chance,
 because the order of the kernels is shuffled. A disturbance of one kernel for several rounds does
@@ -35,7 +35,7 @@ MAXIMUM_AUTOCORRELATION = 0.75
 
 
 class MedianInterval(NamedTuple):
-    """Interval of a median."""
+    """Confidence interval of a median."""
 
     low: float
     high: float

@@ -79,7 +79,7 @@ class Candidate:
     error: BaseException | None = None
 
     def times(self) -> tuple[list[float], list[float], list[float]]:
-        """Return milliseconds by round: of the call, of the host, and of the host with a layer."""
+        """Return milliseconds by round: GPU time, host time, and host time with a model's layer."""
         return self.ms, self.host_ms, self.layer_host_ms
 
     def drop(self, error: BaseException) -> None:

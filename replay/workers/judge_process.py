@@ -21,7 +21,7 @@ from replay.workloads.workload import Workload
 
 
 class JudgeProcess:
-    """Process that judges outputs and runs no kernel; it starts at its first request.
+    """Process that judges outputs and runs no kernel, started at the first request.
 
     Args:
         process: the result of `replay.workers.process.judge_process`.
@@ -81,8 +81,8 @@ def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:
 OTHER_CLOCK = 2.0
 """Largest ratio of a block's time by the parent's clock to its time by the worker's clock."""
 LATENCY_MS = 5.0
-"""Time allowed for messages between the processes. On a busy machine messages may take longer, and
-the worker tries longer blocks."""
+"""Time allowed for messages between the processes. If messages on a busy machine take longer, the
+worker tries longer blocks of calls."""
 
 BESIDE_SAMPLE_MS = 50.0
 BESIDE_CALL_MS = 2.0

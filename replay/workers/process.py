@@ -95,7 +95,7 @@ class Placement:
 
 
 class Process:
-    """Child Python that runs `replay.workers.worker`, started on demand and again after its end.
+    """Child process that runs `replay.workers.worker`, started on demand and again after its end.
 
     Args:
         python: the interpreter, which needs torch and safetensors and uses this package's source.
@@ -136,7 +136,7 @@ class Process:
         Raises:
             CannotStart: the interpreter does not run, or lacks a package.
             Died: the child crashed, hung, or lost its GPU.
-            Stopped: the place of the child was stopped.
+            Stopped: the child was ended on request.
         """
         self._at, done = "", False
         try:
@@ -412,7 +412,7 @@ def _folders_of_ours() -> list[str]:
 def _triton_cache() -> str:
     """Return Triton's usual cache directory.
 
-    `torch.compile` sets another directory for its process, so that later kernels would be compiled
+    `torch.compile` sets another directory for the whole process, so later kernels would be compiled
     again.
     """
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")

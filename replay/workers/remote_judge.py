@@ -24,7 +24,7 @@ MOST_BLOCKS = 5
 because on a busy machine a message may take longer than a short block."""
 
 SHORT_MS = 5.0
-"""Minimum time of a GPU call for it to take as long in a block as in a sample. For shorter calls, a
+"""GPU calls of at least this time take as long in a block as in a sample. For shorter calls, a
 block also measures launches."""
 
 

@@ -106,7 +106,8 @@ class _MappedFile:
     def grow(self, size: int) -> None:
         """Extend the file to a size, and map it.
 
-        Zeros are written, because the system would end a process that fills a hole on a full disk.
+        Zeros are written, because the system would end a process that fills a file's hole when the
+        disk is full.
         """
         if self._size() >= size:
             return

@@ -120,7 +120,7 @@ def _may_see_nothing(call: AnyCall) -> bool:
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
     call = _gathered(call)
     mask = _mask(call)
-    # SDPA's backends disagree about rows without visible keys; other calls have no such rows.
+    # SDPA's backends disagree about rows without visible keys, which some calls have.
     without = None
     if mask is not None and mask.dtype == torch.bool and _may_see_nothing(call):
         without = ~mask.any(dim=-1, keepdim=True)

@@ -3,8 +3,8 @@
 `sageattention.sageattn` with `tensor_layout="HND"`, which is SDPA's BHSD. By default, the function
 subtracts the mean over the sequence from the key **in place**. The adapter does not hide this, and
 the row reports it (`changed_inputs`): in a language model the key is the cache, so the generated
-text becomes wrong. `smooth_k=off` keeps the key unchanged. The function supports no mask, causal
-calls need as many queries as keys, and head_dim is 64, 96 or 128.
+text becomes wrong. `smooth_k=off` keeps the key unchanged. The function supports no mask. Causal
+calls need as many queries as keys, and head_dim must be 64, 96 or 128.
 
 Version 1.0.6 does not mask the end of the last block of keys in non-causal calls: unless the number
 of keys is a multiple of 64, each missing key counts in the softmax like a key of score 0. With 130
