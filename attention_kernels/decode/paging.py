@@ -88,6 +88,6 @@ def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def shuffled(count: int, device: torch.device, seed: int) -> Tensor:
     """Return a permutation of the first `count` integers. The permutation is cached, because a
-    server does not draw one at each call either."""
+    server does not draw a new one at each call either."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order.to(device)

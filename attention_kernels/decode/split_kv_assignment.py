@@ -89,7 +89,7 @@ def assigned_part(
 ):
     """Return a program's sequence, key head and part, and the number of parts of that head.
 
-    The sequence is `sequences` if there is no work for the program.
+    The returned sequence is `sequences` if there is no work for the program.
     """
     own = tl.arange(0, BLOCK_SEQUENCES)
     lengths = tl.load(lengths_ptr + own, mask=own < sequences, other=0)

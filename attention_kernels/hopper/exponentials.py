@@ -105,7 +105,7 @@ def _instructions(count, is_bfloat16, limit):
         ]
         move += [f"mov.f32 largest, {scores[first]};"]
         move += [f"max.f32 largest, largest, {scores[i]};" for i in rows[row][1:]]
-        for lane in (1, 2):  # distances to the four threads that share the row
+        for lane in (1, 2):  # exchange among the four threads of a row
             for each in ("largest", f"sum{row}"):
                 move += [
                     f"shfl.sync.bfly.b32 other, {each}, {lane}, 31, 0xffffffff;",

@@ -1,8 +1,8 @@
 """Tiles of a persistent program of the Hopper kernels, and their order.
 
 A program stays on its multiprocessor and computes one tile (a block of queries of one head) after
-another, or a piece of a tile that several programs share (`stream_k.py`). The tiles are computed
-from the program's number, so the loading warp and the consumers of a program agree without
+another, or a piece of a tile that several programs share (`stream_k.py`). Tiles are derived from
+the program's number, so the loading warp and the consumers of a program agree without
 communication.
 """
 
@@ -78,7 +78,7 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Return whether there is work in a turn; `first` is the first query of its tile."""
+    """Return whether there is work in a turn; `first` is the first query of the turn's tile."""
     has_some = tile_exists(first, element, bounds)
     if work.share is not None:
         begin, _, _, end = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)

@@ -1,4 +1,4 @@
-"""Cooperation of the warps of a Hopper program, in Gluon: one warp loads, groups of four compute.
+"""Cooperation of the warps of a Hopper program, in Gluon: one warp loads, warp groups compute.
 
 The loading warp (the producer) copies blocks into shared memory with the tensor memory accelerator
 (TMA), and the warp groups (the consumers) read their operands from there. Blocks are stored in
@@ -12,7 +12,7 @@ rings of a few buffers, so that loads and products overlap. Each buffer has two 
 A barrier in shared memory has phases. A waiting warp waits for the end of a phase, which it
 specifies by the lowest bit of the phase's number. Block number `count`, counted from the program's
 start, is in buffer `count % STAGES`, in phase `count // STAGES` of that buffer. The phase before
-the first counts as ended: all buffers are free at the start.
+the first counts as ended, because all buffers are free at the start.
 
 Only TMA needs a barrier in shared memory. Before an arrival at such a barrier, Gluon makes all
 warps of a group wait for each other. At one of the 16 named barriers (PTX `bar`), each warp arrives

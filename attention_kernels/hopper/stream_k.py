@@ -34,7 +34,7 @@ time."""
 ADD = 2.6
 """Time of adding a piece to the sum of other pieces, in µs."""
 WORTH = 0.95
-"""Time of a shared turn, relative to a turn of whole tiles, below which tiles are shared."""
+"""Tiles are shared if a shared turn takes less than this fraction of a whole turn's time."""
 
 
 class TileTimes(NamedTuple):
@@ -199,7 +199,7 @@ def gather(
     """Add up all pieces of a tile of `blocks` blocks for a consumer, if all have arrived.
 
     Return output (ROWS, Dv), reference (ROWS,) and total (ROWS,), and whether all pieces had
-    arrived. If not, another program will add them up. For a whole tile, `piece` is negative.
+    arrived. If not, another program will add up the pieces. For a whole tile, `piece` is negative.
     Outputs and totals are relative to 2^reference.
     """
     is_whole = True

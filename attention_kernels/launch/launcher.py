@@ -254,7 +254,7 @@ def layout(tensor: Tensor | None) -> Hashable:
 
 
 def alignments(*tensors: Tensor) -> Hashable:
-    """Return which tensors begin at a multiple of 16 bytes, as wide loads and descriptors
+    """Return whether each tensor begins at a multiple of 16 bytes, which wide loads and descriptors
     require."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     together = 0

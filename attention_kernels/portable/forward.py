@@ -236,7 +236,7 @@ def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
-    """Return a tensor without memory that has the output's layout."""
+    """Return a meta tensor that has the output's layout."""
     batch, heads, q_len, _ = query.shape
     if query.stride(1) < query.stride(2):
         sizes = batch, q_len, heads, v_head_dim

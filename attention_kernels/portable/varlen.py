@@ -87,8 +87,8 @@ def packed_prefill(
     Args:
         query_THD, key_THD, value_THD: (Tq, Hq, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
         q_offsets, k_offsets: (B + 1,) int32, the start of each sequence and then the end of all;
-            FlashAttention calls them `cu_seqlens`. They are not checked, because a check would wait
-            for the GPU.
+            FlashAttention calls them `cu_seqlens`. The offsets are not checked, because a check
+            would wait for the GPU.
         longest_query: number of queries of the longest sequence, or more. This is not checked: rows
             beyond `longest_query` are not written.
         is_causal: aligned top left of each sequence, or bottom right if `options` specifies it, as

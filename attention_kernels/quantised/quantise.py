@@ -21,8 +21,8 @@ masked.
 
 With `Lengths`, each batch element begins with a new group and has its own scales and mean. A padded
 element begins at its first valid key. Sequence n of a packed batch, whose first key is number s,
-begins with group s // `GROUP` + n. Sequences then never overlap, whatever their lengths, which the
-host does not know.
+begins with group s // `GROUP` + n. With this numbering, sequences never overlap, for any lengths,
+which the host does not know.
 
 A NaN or an infinity in an INT8 group of keys makes the scale and every score of that group NaN. In
 FP8, only that element becomes NaN. In a sampled key, a NaN or an infinity makes the mean and all

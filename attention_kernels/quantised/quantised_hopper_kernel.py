@@ -388,7 +388,7 @@ def _attend_tile(
         [3, 0], [4, 1], [16, DV, 32 if FP8_VALUE else 16]
     )
     wait_for(rings.query, WHO, done)
-    # The tile is computed while the query is loaded.
+    # The tile's position is computed while the query is loaded.
     batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
     q_head += WHO % HEADS
     element = element_bounds_of(batch, bounds)

@@ -376,7 +376,7 @@ def quantised_prefill(
 class _Repetition(NamedTuple):
     """Repetition of an earlier call of the same shape, at half the cost to the host.
 
-    The quantised operands share one piece of memory and have no tensors.
+    The quantised operands share one piece of memory and are not tensors.
     """
 
     quantise: Launch

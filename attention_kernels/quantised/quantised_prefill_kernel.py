@@ -19,7 +19,7 @@ The product of the query and the mean is added to a row's scores for a soft cap,
 the row's sink.
 
 A NaN in a query makes the query's row NaN. A NaN in a key makes every row that sees its group NaN.
-A NaN in an FP8 value makes that column of every such row NaN. Infinity counts as NaN, except in a
+A NaN in an FP8 value makes its column of every such row NaN. Infinity counts as NaN, except in a
 value of 16 bits.
 """
 

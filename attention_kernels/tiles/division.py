@@ -1,7 +1,7 @@
 """Division by numbers that the host knows but that are not compile-time constants.
 
-A GPU divides integers in some 40 instructions, and most depend on the previous one. If the host
-knows the divisor, a multiplication and a shift are enough.
+A GPU divides integers in some 40 instructions, and most of these depend on the previous one. If the
+host knows the divisor, a multiplication and a shift are enough.
 
     Granlund, Montgomery: "Division by Invariant Integers using Multiplication", 1994.
 """

@@ -92,7 +92,7 @@ def _kinds_kernel(
 def _list_kernel(
     kinds_ptr, blocks_ptr, counts_ptr, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """List the visited blocks of one tile, out of `width` blocks, at most WIDTH."""
+    """List the visited blocks of one tile among its `width` blocks, at most WIDTH."""
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     blocks = tl.arange(0, WIDTH)
     kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)

@@ -154,7 +154,7 @@ def compiled_for_hopper(
 
 
 def unfenced_arrivals(program: str) -> list[str]:
-    """Return arrivals at a barrier in a compiled program while loads from shared memory may be
+    """Return a compiled program's arrivals at barriers during which loads from shared memory may be
     under way.
 
     TMA waits for such an arrival and then overwrites the memory that the loads read. Only a fence,

@@ -28,7 +28,7 @@ def on_a_stream_that_nobody_joins(query: Tensor, *others: Any, **options: Any) -
 
 
 def kept_by_pointer(query: Tensor, *others: Any, **options: Any) -> Tensor:
-    """Returns a copy of what it computed for this address before."""
+    """Returns a copy of its earlier output for this address."""
     if query.data_ptr() not in _kept:
         _kept[query.data_ptr()] = scaled_dot_product_attention(query, *others, **options)
     return _kept[query.data_ptr()].clone()
@@ -50,7 +50,7 @@ def with_a_clock_of_its_own(*arguments: Any, **options: Any) -> Tensor:
 def on_two_streams_of_which_one_is_joined(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Runs half of the batch and heads on each stream, and forgets the last wait."""
+    """Runs half of the heads on each of two streams, and forgets to wait for the second."""
     assert _side is not None
     here = torch.cuda.current_stream()
     output = torch.empty_like(query)

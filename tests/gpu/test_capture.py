@@ -83,7 +83,7 @@ def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
 
 
 def test_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
-    """`record` returns while the calls are still in the GPU's queue."""
+    """`record` takes the calls while they are still in the GPU's queue."""
     model = ChangesInPlace()
     with record(model, tmp_path, max=2, sample="first"):
         model(0)  # allocates and pins memory

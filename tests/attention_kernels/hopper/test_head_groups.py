@@ -113,8 +113,8 @@ def test_every_block_of_every_head_has_one_number(head_group: int, by_length: bo
 @pytest.mark.parametrize("head_bytes", [2**17, 2**20, 2**23])
 @pytest.mark.parametrize("kv_len", [512, 4096, 8192, 16384])
 def test_programs_of_causal_calls_end_together(kv_len: int, head_bytes: int, heads: int) -> None:
-    """Programs end as nearly together as the smallest tiles allow. With groups of as many heads as
-    fit in the L2 cache, the busiest program had up to 1.7 times the average work."""
+    """Programs end at nearly the same time, as far as the smallest tiles allow. With groups of as
+    many heads as fit in the L2 cache, the busiest program had up to 1.7 times the average work."""
     visible = CAUSAL_8K._replace(q_len=kv_len, kv_len=kv_len)
     times = blocks_seen(visible) + TILE_BLOCKS
     head_group = head_group_size(visible, head_bytes, heads, 1, PROGRAMS)

@@ -44,7 +44,7 @@ def pieces_of(
 ) -> dict[int, list[tuple[int, int, int, int]]]:
     """Return the pieces of each tile as (program, number of its piece, first block, end).
 
-    Tile number i has `lengths[i]` blocks, and `begin` is the number of the first.
+    Tile number i has `lengths[i]` blocks, and `begin` is the number of the first block.
     """
     tiles, share = len(lengths), ProgramShare(*cut, None, None)
     turns = tiles // PROGRAMS

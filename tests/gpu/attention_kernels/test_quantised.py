@@ -76,7 +76,7 @@ def test_shapes(name: str, spec: Spec) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kv_heads", [64, 32, 16], ids="{} key heads".format)
 def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
-    """The bits are equal. A race between warps that load and warps that compute would change some.
+    """The bits are equal. A race between loading and computing warps would change some.
 
     With these head counts, one, two and four warp groups of a program share a key head's blocks.
     """
@@ -153,7 +153,7 @@ def nan_stays_in_its_row_and_column(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_scores_that_rise(name: str, is_causal: bool) -> None:
-    """The largest score so far moves from block to block."""
+    """The largest score so far rises from block to block."""
     call = call_of(Spec(1, 4, 2, 3000, 3000, 64, 64, is_causal=is_causal))
     call.query.abs_()
     call.key[..., :32] += torch.linspace(-1, 1, 3000, device=DEVICE)[:, None]

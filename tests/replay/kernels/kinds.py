@@ -74,7 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float32": {"dtype": torch.float32},
 }
-"""Changes of each kind to a float16 call: two heads of 130 queries and keys, head_dim 64."""
+"""Differences of each kind from a float16 call with 2 heads, 130 queries and head_dim 64."""
 
 MASKED = tuple(kind for kind, changes in KINDS.items() if "attn_mask" in changes)
 

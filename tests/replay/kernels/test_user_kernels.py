@@ -166,7 +166,7 @@ def test_failed_import_fails_the_same_way_again(folder: Path) -> None:
 
 @pytest.fixture
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A distribution that offers a kernel, one with constraints, and one that is broken."""
+    """Install a distribution that offers working, constrained and broken kernels."""
     monkeypatch.setattr(registry, "_kernels", dict(catalogue()))  # restored after the test
     information = folder / "offer-1.0.dist-info"
     information.mkdir()
