@@ -127,8 +127,8 @@ class Way(NamedTuple):
     query_and_key: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]
     rounded: Callable[[Tensor], Tensor]
-    """Function that rounds probabilities (G, rows, keys) with a row maximum of `most`; it may work
-    in place."""
+    """Function that rounds probabilities (G, rows, keys) with a row maximum of `most`; the function
+    may work in place."""
     most: float
 
 

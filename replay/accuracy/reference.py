@@ -81,7 +81,7 @@ def same_dtype(call: AttentionCall, block_elements: int | None = None) -> tuple[
 
     Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype. Torch's math
     backend does the same if `torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp` is set; by
-    default it computes in float32 internally. In 16 bits there is a second output, from scores that
+    default the backend computes in float32. In 16 bits there is a second output, from scores that
     are rounded before and after the scaling, as in a model's eager attention. The exactness rule
     allows twice the larger error of the two outputs (`replay.accuracy.tolerance`).
 

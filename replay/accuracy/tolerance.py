@@ -96,13 +96,13 @@ def tolerance(
 ) -> Tolerance:
     """Compute the exactness rule's tolerance of `call`, from the results of the reference.
 
-    `rounding` is max|reference rounded to the call's dtype - reference|. For a float32 call it
+    `rounding` is max|reference rounded to the call's dtype - reference|. For a float32 call, it also
     includes the noise of float32 sums. The eager error depends on the order of these sums: a
-    product with one query row is summed differently from a product with many rows. Without that
-    noise, honest kernels would sometimes exceed twice the eager error.
+    product with one query row is summed differently from a product with many rows. If `rounding`
+    left out this noise, honest kernels would sometimes exceed twice the eager error.
 
-    Each same-dtype error is the outputs' largest error. Rows with an element that is not finite
-    in a same-dtype output (float16 overflows) or in the reference are left out.
+    Each same-dtype error is the larger error of the outputs. Rows with an element that is infinite
+    or NaN in a same-dtype output (float16 overflows) or in the reference are left out.
 
     Args:
         same_dtype_outputs: one or two outputs of `replay.accuracy.reference.same_dtype`.

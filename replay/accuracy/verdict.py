@@ -53,7 +53,7 @@ class Expected:
 
     @classmethod
     def of_heads(cls, call: AttentionCall) -> list[Expected]:
-        """Compute the right output of each head of a call alone; no two heads share a key head.
+        """Compute the right output of each head separately; no two heads may share a key head.
 
         The call has few rows, and tolerances are computed on the CPU, because on a GPU the host
         would have to wait for each of many small results.
@@ -108,7 +108,7 @@ def judge(
     `sparse` kernels choose keys. The rule for `exact` kernels applies, with attention to the chosen
     keys as reference. The difference from attention to all keys is recorded for the user to judge.
 
-    `quantised` kernels must keep limits of cosine and relative L1 of the whole output, which
+    `quantised` kernels must stay within limits on the whole output's cosine and relative L1, which
     separate usable from broken kernels. The errors of the whole output, of each head and of each
     row are also compared with those of honest 8-bit attention on this call
     (`replay.accuracy.quantised`). Users decide by the recorded figures whether the accuracy is good

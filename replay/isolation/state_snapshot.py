@@ -1,6 +1,6 @@
 """The snapshot of a process's settings, to restore them and to name the changed settings.
 
-A kernel's library may switch PyTorch's backends or threads when it is imported or called. That
+A kernel's library may switch PyTorch's backends or threads when it is imported or called, which
 would change the measurements of every other kernel.
 """
 

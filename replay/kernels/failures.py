@@ -50,7 +50,7 @@ def classify(error: BaseException) -> Finding:
     # A library's long message starts with the cause, so one line is enough. For a user's own code,
     # keep the whole message.
     line = " ".join(message.split()) if is_own else message.partition("\n")[0]
-    # The text is shown on a terminal, so escape codes, surrogates and megabytes are removed.
+    # Remove escape codes, surrogates and excess length, because a terminal shows the text.
     text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
     if isinstance(error, CannotJudge):
         return Finding("error", text)

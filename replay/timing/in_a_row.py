@@ -121,7 +121,7 @@ def _watched(mark: Tensor, device: torch.device, unset: float) -> tuple[float, f
     """Wait for a mark; raise if the GPU refuses all work, because the mark would never be set.
 
     Returns:
-        The times of the last check before the mark was set, and of the first check after.
+        The times of the last check before and the first check after the mark was set.
     """
     stream = torch.cuda.current_stream(device)
     while True:

@@ -90,7 +90,7 @@ def measure(
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
     The order within a round is shuffled. A candidate that raises, or that changes recorded times,
-    is dropped, and the other candidates go on. CUDA errors that make the GPU unusable are raised.
+    is dropped, and the others continue. CUDA errors that make the GPU unusable are raised.
 
     Args:
         calls_before: untimed calls of the same candidate before each sample.
@@ -221,7 +221,7 @@ def run_rounds(
     enough: Enough | None = None,
     synchronous: bool = False,
 ) -> GpuState | None:
-    """Sample every candidate once per round, in shuffled order, until its rounds are used up.
+    """Sample every candidate once in each of its rounds, in shuffled order.
 
     Returns:
         The GPU's state during the last round.

@@ -109,7 +109,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
         low ≤ 1/1.03, high ≥ 1.03      ambiguous  noisy                  0.90-1.10
         otherwise                      ambiguous  interval-includes-1    0.98-1.05
 
-    So the verdict is never `same` for a true difference above 3 % that the interval contains.
+    If the interval contains the true ratio, a difference above 3 % is therefore never `same`.
     """
     if low > 1 / RELEVANT and high < RELEVANT:
         return "same", "within-3-percent"

@@ -237,8 +237,8 @@ class Environment:
         """Return whether a kernel needs a separate worker.
 
         Baselines need no separate worker, because they run in every worker. PyTorch's kernels and
-        ours need none, because changes by their compilers are undone. A kernel that cannot run gets
-        none.
+        ours need none, because changes by their compilers are undone. Kernels that cannot run get
+        no worker.
         """
         if kernel.name in _in_every_worker(settings):
             return False

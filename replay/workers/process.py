@@ -225,7 +225,7 @@ class Process:
                     "PYTHONFAULTHANDLER": "1",
                     **self.place.variables,
                 },
-                # In a separate group, the child's compilers end with it, and Ctrl-C stays here.
+                # In a separate group, compilers end with the child, and Ctrl-C does not reach it.
                 start_new_session=True,
             )
         except OSError as error:

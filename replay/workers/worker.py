@@ -87,7 +87,7 @@ def _hang_up(*descriptors: int) -> None:
 def _end_with_parent(replies_fd: int) -> None:
     """End this process group when the parent has ended, even if a kernel hangs."""
     reader = select.poll()
-    reader.register(replies_fd, 0)  # errors are always reported, such as a closed reading end
+    reader.register(replies_fd, 0)  # errors, such as a closed reading end, are always reported
     reader.poll()
     os.killpg(os.getpgrp(), signal.SIGKILL)
 

@@ -145,7 +145,7 @@ def _launcher(
     extra: tuple[Tensor, ...],
     granularity: str,
 ) -> Core:
-    """Return a call of a compiled part that writes into a preallocated output."""
+    """Return a function that calls a compiled part with a preallocated output."""
     query_int8, q_scale, key_int8, k_scale = quantised
     size, is_causal, scale = call.query.shape, int(call.is_causal), call.softmax_scale
 
