@@ -96,7 +96,7 @@ def tolerance(
 ) -> Tolerance:
     """Compute the exactness rule's tolerance of `call`, from the results of the reference.
 
-    `rounding` is max|reference rounded to the call's dtype - reference|. For a float32 call, it also
+    `rounding` is max|reference rounded to the call's dtype - reference|. For float32 calls it also
     includes the noise of float32 sums. The eager error depends on the order of these sums: a
     product with one query row is summed differently from a product with many rows. If `rounding`
     left out this noise, honest kernels would sometimes exceed twice the eager error.
