@@ -6,11 +6,11 @@ importing this package is quick and does not need Triton.
 
 A folder imports only from the folders listed below it:
 
-    dispatch.py   the choice of a kernel for a call
-    sparse/       decode that reads a choice of tokens
+    dispatch.py   choice of a kernel for a call
+    sparse/       decode that reads only chosen tokens
     decode/       a few queries over a cache: in one piece, in pages, in 8 bits
     quantised/    prefill with 8-bit operands, for any GPU and for Hopper
-    portable/     prefill in Triton for any GPU, which hands over to hopper/ where that is faster
+    portable/     prefill in Triton for any GPU; calls hopper/ where that is faster
     hopper/       prefill in Gluon for Hopper (docs/kernel-notes.md draws how it works)
     tiles/        parts of kernels: masking, online softmax, products, visited blocks
     launch/       the host's side of a launch: plans, descriptors, workspace, shape checks

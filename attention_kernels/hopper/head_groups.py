@@ -43,7 +43,7 @@ EACH_TRIED = 12
 """With at most this many key heads, every group size is tried. Each size takes some 50 µs of CPU
 time, once for each shape of a call."""
 STEP = 1.15
-"""Factor between the sizes that are tried above `EACH_TRIED`."""
+"""Ratio of successive group sizes that are tried above `EACH_TRIED`."""
 
 
 class VisibleKeys(NamedTuple):

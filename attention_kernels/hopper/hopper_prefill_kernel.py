@@ -199,7 +199,7 @@ def prefill_kernel(
         mask,
         bias,
     )
-    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer has the first turn
+    pass_turn(CONSUMERS - 1, CONSUMERS)  # so that the first consumer has the first turn
     lists = None
     if visited is not None:
         lists = (visited, visit_counts, visit_batch, visit_head)
@@ -363,7 +363,7 @@ def _attend_tile(
     HEADS: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """Compute a consumer's queries of the tile of a turn.
+    """Compute a consumer's queries in the tile of a turn.
 
     Return the number of key blocks so far, and the number of those with a block of the mask.
     `count` and `masks` are the same numbers before this tile.

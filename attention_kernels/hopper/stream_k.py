@@ -1,4 +1,4 @@
-"""Sharing of the last tiles of a Hopper kernel, if there are fewer tiles than programs.
+"""Sharing of a Hopper kernel's last tiles among programs, if there are fewer tiles than programs.
 
     Osama, Merrill, Cecka, Garland, Owens: "Stream-K: Work-centric Parallel Decomposition for Dense
     Matrix-Matrix Multiplication on the GPU", 2023.

@@ -203,7 +203,7 @@ def quantised_hopper_kernel(
         mask,
     )
     if IN_TURN:
-        pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer has the first turn
+        pass_turn(CONSUMERS - 1, CONSUMERS)  # so that the first consumer has the first turn
     visited = None
     if visited_ptr is not None:
         visited = (visited_ptr, visit_counts_ptr, visit_batch, visit_head)
@@ -448,7 +448,7 @@ def _attend_tile(
             count += 1
         current = block_at(0, blocks, bounds)
     else:
-        # A block's position is looked up two blocks ahead, its scales one block ahead.
+        # A block's position is looked up two blocks ahead, and its scales one block ahead.
         following = visited_key(gl.maximum(steps - 2, 0), visited, bounds, KEYS) // KEYS
         for i in range(steps - masked):
             later = visited_key(gl.maximum(steps - 3 - i, 0), visited, bounds, KEYS) // KEYS

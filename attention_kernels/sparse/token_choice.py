@@ -1,4 +1,4 @@
-"""Choice of the tokens that a decode step attends to: those with the highest scores.
+"""Choice of the tokens that a decode step attends to: the tokens with the highest scores.
 
 A key head keeps the tokens whose score, the largest scale · q·k over its query heads and queries,
 is among the highest (top-k attention: Gupta et al. 2021, "Memory-efficient Transformers via Top-k
