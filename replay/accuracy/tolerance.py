@@ -21,10 +21,10 @@ ROWS_OF_A_HEAD = 32
 """Minimum number of rows for a head to have its own worst eager row; smaller heads share one."""
 
 SHARED_NOISE = 0.5
-"""Share of the rounding noise of 16 bits that rows may have in common. Four times this share is two
-roundings each of probabilities and outputs, which are equal for equal keys and values. A GPU's
-matrix units truncate sums to 24 bits after every 16 keys. With 128k keys the truncation equals half
-a rounding in float16, and a sixteenth in bfloat16."""
+"""Share of the rounding noise of 16 bits that rows may have in common. Times `rounding_factor` (4) it
+allows two roundings each of probabilities and outputs, because rows with equal keys and values
+round equally. A GPU's matrix units truncate sums to 24 bits after every 16 keys: with 128k keys,
+this equals half a rounding in float16, and a sixteenth in bfloat16."""
 
 SHARED_NOISE_OF_SUMS = 1.0
 """Share of the noise in 32 bits that rows may have in common. This noise comes from sums, and sums

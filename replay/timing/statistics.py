@@ -3,7 +3,7 @@
 The interval of a speed-up is an exact interval of order statistics. With X ~ Binomial(n, 1/2), the
 k-th smallest and k-th largest of n independent samples enclose their median with probability
 1 - 2·P(X < k) (Conover, Practical Nonparametric Statistics, 3rd ed., 1999, section 3.2). We print
-95 % and choose the largest k that has 97.5 %. With fewer than six samples there is none.
+95 % and choose the largest k for 97.5 %. With fewer than six samples there is none.
 
 A disturbance of the whole machine makes a round's ratio larger or smaller with equal chance,
 because the order of the kernels is shuffled. A disturbance of one kernel for several rounds does
@@ -153,7 +153,7 @@ def _order_interval(samples: Sequence[float], correlation: float) -> MedianInter
 def ratio_interval(
     above: float, above_within: MedianInterval, below: float, below_within: MedianInterval
 ) -> MedianInterval:
-    """Return the interval of `above / below`, two independent positive figures with intervals.
+    """Return the interval of the ratio `above / below` of two independent positive figures.
 
     On a logarithmic scale, the squared distances from each figure to the end of its interval are
     added (Zou and Donner 2008, method of variance estimates recovery). In simulations the result

@@ -8,7 +8,7 @@ from dataclasses import replace
 from replay.rows.row import Row
 
 DISTURBED = 1.5
-"""Largest allowed ratio of a baseline's time in the kernel's worker to its time in another one."""
+"""Largest allowed ratio of a baseline's time in the kernel's worker to its time elsewhere."""
 
 
 def without_rejected_baseline(row: Row, rejected: Collection[str]) -> Row:
