@@ -21,8 +21,8 @@ ROWS_OF_A_HEAD = 32
 """Minimum number of rows for a head to have its own worst eager row; smaller heads share one."""
 
 SHARED_NOISE = 0.5
-"""Share of the rounding noise of 16 bits that rows may have in common. Times `rounding_factor` (4) it
-allows two roundings each of probabilities and outputs, because rows with equal keys and values
+"""Share of the rounding noise of 16 bits that rows may have in common. With `rounding_factor` (4),
+it allows two roundings each of probabilities and outputs, because rows with equal keys and values
 round equally. A GPU's matrix units truncate sums to 24 bits after every 16 keys: with 128k keys,
 this equals half a rounding in float16, and a sixteenth in bfloat16."""
 

@@ -148,7 +148,7 @@ def _version(library: str) -> str:
 
 
 def _limit_memory(device: torch.device) -> None:
-    """Let allocations that are too large raise an error; otherwise the system might end a process.
+    """Let too large allocations raise an error, because otherwise the system may end a process.
 
     With a GPU there is no limit, because CUDA reserves address space that it never fills.
     """
