@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+"""Name of a module that may be imported by a string; names without a file are ignored."""
 
 
 def own_files(
@@ -40,3 +44,5 @@ def _imported(path: Path, root: Path) -> Iterator[Path]:
             base = Path(*folder[: len(folder) + 1 - node.level]) if node.level else Path()
             base = base.joinpath(*(node.module or "").split("."))
             yield from (base, *(base / alias.name for alias in node.names))
+        elif isinstance(node, ast.Constant) and MODULE.fullmatch(str(node.value)):
+            yield Path(*str(node.value).split("."))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replay.bench.runner import replay_here
-from replay.diagnosis.poison import Poisoned
+from replay.diagnosis.poison import poisoned
 from replay.kernels.registry import find
 from replay.rows.row import Row
 from replay.workloads.recorded import from_directory
@@ -37,7 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Recordin
 
 def rows_of(directory: Path, kernels: list[str]) -> list[Row]:
     workloads, _ = from_directory(directory)
-    with Poisoned(0.7):  # unwritten memory may hold another kernel's right answer
+    with poisoned(0.7):  # unwritten memory may hold another kernel's right answer
         rows = list(replay_here(workloads, [find(each) for each in kernels], settings(rounds=1)))
     return [row for row in rows if row.kernel in kernels]
 
