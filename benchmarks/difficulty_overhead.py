@@ -1,4 +1,4 @@
-"""Measures the cost of a call's difficulty (`capture --sample hard`), compared with its attention.
+"""Measures the time that computing a call's difficulty takes, for `capture --sample hard`.
 
     python -m benchmarks.difficulty_overhead
 

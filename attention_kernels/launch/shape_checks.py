@@ -41,7 +41,7 @@ def sizes_of(tensor: Tensor | None) -> Sizes | None:
 
 
 def vector(name: str, tensor: Tensor | None, count: int) -> Tensor | None:
-    """Return a tensor of `count` numbers that are adjacent in memory, as kernels require.
+    """Return a contiguous tensor of `count` elements, as kernels require.
 
     Raises:
         ValueError: the tensor has another shape.

@@ -111,7 +111,7 @@ def mask_bias(
 
 @triton.jit
 def in_base_2(values):
-    """Multiply float32 numbers of a mask by log₂e. Only -inf becomes -inf, so that a row that
+    """Multiply a mask's float32 values by log₂e. Only -inf becomes -inf, so that a row that
     contains only -finfo.max is treated like any other row."""
     scaled = tl.maximum(values * LOG2_E, -LARGEST)
     is_ordinary = (values != float("-inf")) & (values == values)

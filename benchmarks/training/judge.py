@@ -186,7 +186,7 @@ def rates(scenes: Sequence[Scene], shown: Sequence[Watched]) -> dict[str, float]
 
 
 def chance(scenes: Sequence[Scene], shown: Sequence[Watched], *, seed: int = 0) -> dict[str, float]:
-    """Return the rates if every picture is judged by another scene's caption."""
+    """Return the rates with every picture judged against the caption of another scene."""
     order = random.Random(seed).sample(range(len(scenes)), len(scenes))
     others = [*order[1:], order[0]]
     return rates([scenes[index] for index in others], [shown[index] for index in order])

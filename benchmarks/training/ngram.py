@@ -73,7 +73,7 @@ class KneserNey:
             held_back = _look_up(order.contexts, order.held_back, context)
             known = totals > 0
             discounted = np.maximum(counts - order.discounts[_class(counts)], 0)
-            # An unknown context holds back all probability.
+            # An unseen context leaves all its probability to the shorter context.
             own = np.divide(discounted, totals, out=np.zeros_like(totals), where=known)
             back = np.divide(held_back, totals, out=np.ones_like(totals), where=known)
             probability = own + back * probability

@@ -2,7 +2,7 @@
 
 Muon moves a matrix equally far in all directions, including those whose gradient is faint at first,
 as when a word of the caption only matters together with a place in the picture. Our video model
-learned directions of motion with Muon but, in the same time, not with AdamW.
+learned directions of motion with Muon, but not with AdamW in the same training time.
 
 Source: Jordan, Muon: An optimizer for hidden layers in neural networks, 2024.
 """

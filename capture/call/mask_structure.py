@@ -205,7 +205,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
 
 
 def _candidates(seen: KeyRanges, q_len: int, kv_len: int) -> Iterator[MaskStructure]:
-    """Yield structures with the lengths and alignments to try, without causality and window."""
+    """Yield a structure for each length and alignment to try, without causality or a window."""
     first, end = seen
     is_empty = end <= first
     used = end.masked_fill(is_empty, 0).amax(dim=1).to(torch.int32)

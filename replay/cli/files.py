@@ -52,7 +52,7 @@ def stdout_is_taken(arguments: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
-    """Add the reason why a file cannot be written to a list without duplicates, and continue."""
+    """Collect the reasons why files cannot be written, without duplicates, and continue."""
     try:
         yield
     except errors as error:

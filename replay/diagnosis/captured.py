@@ -19,7 +19,7 @@ NAME = "captured"
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the kernel of that name; the name may denote the recorded output.
+    """Return the kernel with that name, or one that returns the recorded output.
 
     Raises:
         KernelNameError: no kernel has this name.

@@ -73,7 +73,7 @@ class OutputRows(NamedTuple):
 
 
 class InputPerturbation:
-    """Perturbation of a call's inputs that a seed and a number determine.
+    """Perturbation of a call's inputs, determined by a seed and a number.
 
     Args:
         values_only: keep query and key unchanged, for kernels that choose keys by their contents.

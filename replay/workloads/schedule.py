@@ -114,7 +114,7 @@ class Schedule:
         for tier, forms in sorted(self._waiting.items()):
             place, other = longest(own & forms.keys()), longest(forms.keys() - own)
             if place is not None and other is not None:
-                # If another taker has more work left, take a long call that it would get.
+                # If another worker has more work left, take a long call that it would get.
                 is_longer = self._seconds[other] > self._seconds[place]
                 if is_longer and left(own) < max(map(left, self._had.values())):
                     return other

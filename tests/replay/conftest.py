@@ -1,4 +1,4 @@
-"""Random calls, short samples, kernels that a test registers, and the command in this process."""
+"""Fixtures: random calls, short samples, kernels of a test, and commands run in this process."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ NAMES: dict[Which, str] = {
 def odd_length(subject: Subject) -> Evidence | None:
     """Test whether the error disappears when the lengths are multiples of a block.
 
-    The call is lengthened to a multiple by repeating its first rows in front, or shortened by
-    dropping its first rows. A length equally far past another multiple must be wrong again. This
-    shows that the length is the cause, not a particular key or query.
+    The call is lengthened to a multiple of the block by prepending copies of its first rows, or
+    shortened by dropping its first rows. A length equally far past another multiple must be wrong
+    again. This shows that the length is the cause, not a particular key or query.
     """
     call, shape = subject.call, subject.call.shape
     lengths = (shape.q_len, shape.kv_len)

@@ -117,7 +117,7 @@ def test_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> No
 def test_wrong_call_fails_as_without_a_recording(
     tmp_path: Any, layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Arguments that SDPA refuses raise SDPA's error, not one of the recording."""
+    """Arguments that SDPA rejects raise SDPA's own error, not one from the recorder."""
     from capture import record
     from capture.errors import RecordingWarning
 

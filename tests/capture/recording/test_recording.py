@@ -208,7 +208,7 @@ def test_recording_that_is_over_does_not_hold_the_model(
 def test_error_of_a_signal_handler_reaches_the_program(
     interrupted: str, layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
-    """A signal handler's time limit ends the program even while the recorder is working."""
+    """A time limit set by a signal handler ends the program even while the recorder works."""
 
     def expire(*_: object) -> None:
         raise TimeoutError("the program's own limit")

@@ -1,4 +1,4 @@
-"""A model that cannot run, or a file that cannot be written, does not lose other results."""
+"""Other results are kept if a model cannot run or a file cannot be written."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ DENSE = {
     "window, both ways",
     "window, left and none after",
 }
-"""Names of calls beyond SDPA whose only feature is a diagonal bottom right or a window."""
+"""Names of calls that SDPA cannot express because of a window or a bottom-right mask alone."""
 CAPPED = {"soft cap", "soft cap, scale, batch", "soft cap, decode"}
 SINKS = {"sinks", "sinks, window"}
 PACKED = {"packed", "packed, bottom right", "packed, even", "packed, window"}
