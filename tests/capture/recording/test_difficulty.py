@@ -166,6 +166,6 @@ def test_difficulty_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["show", str(tmp_path)])
     hard, _, spread = capsys.readouterr().out.partition("spread · ")
-    (line,) = [line for line in hard.splitlines() if line.startswith("   5 ")]
+    (line,) = [line for line in hard.splitlines() if line.startswith("hard-000005 ")]
     assert f"{load(tmp_path)[1].origin.difficulty:.2%}" in line
     assert "difficulty" not in spread
