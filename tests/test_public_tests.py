@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.public_tests import answers, running
-from benchmarks.public_tests.__main__ import main
 from benchmarks.public_tests.answers import Answers
 from benchmarks.public_tests.flash_attn_shim import FlashAttn
 from benchmarks.public_tests.flashinfer_shim import FlashInfer
-from benchmarks.public_tests.running import Outcome, draw
+from benchmarks.public_tests.running import Outcome
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES, VARIANT_TENSORS, AttentionVariant
 from replay.accuracy import reference
@@ -295,24 +293,6 @@ def test_outcomes(shims: SimpleNamespace) -> None:
     assert torch.autograd.grad((q * 2).sum(), q)[0].eq(2).all()
 
 
-@pytest.mark.parametrize("a", [1, 2, 3])
-@pytest.mark.parametrize(("b", "c"), [(1, 20), (2, 5)])
-def _parametrised(a: int, b: int, c: int) -> None:
-    pass
-
-
-def test_every_parametrisation_is_drawn_once_in_the_seed_s_order() -> None:
-    drawn = [(each["a"], each["b"], each["c"]) for each in draw(_parametrised, 0)]
-    assert sorted(drawn) == sorted(
-        (a, *pair) for a, pair in itertools.product((1, 2, 3), ((1, 20), (2, 5)))
-    )
-    assert drawn == [tuple(each[name] for name in "abc") for each in draw(_parametrised, 0)]
-    assert any(
-        drawn != [tuple(e[n] for n in "abc") for e in draw(_parametrised, s)] for s in (1, 2)
-    )
-    assert [each["c"] for each in draw(_parametrised, 0, largest=10)] == [5, 5, 5]
-
-
 CHECKOUT = """
 import pytest, torch
 import flashinfer
@@ -354,26 +334,3 @@ def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path) -> None:
     assert [line[each] for each in ("passed", "failed", "skipped")] == ["1", "2", "1"]
     assert line["reasons"] == "flashinfer.quantization.anything is not attention (1)"
     assert "not close" in ran.stdout
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ([], "nothing to run"),
-        (["--flashinfer", "none"], "is not a folder"),
-    ],
-)
-def test_wrong_use_is_said(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    given: list[str],
-    sentence: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(sys, "argv", ["public_tests", *given])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err

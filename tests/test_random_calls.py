@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import random_calls
-from benchmarks.random_calls import FORMS, check, draw, families_of, family
+from benchmarks.random_calls import FORMS, check, draw, family
 from replay.kernels.registry import Kernel, find
 
 CPU = torch.device("cpu")
@@ -20,24 +20,6 @@ def test_every_form_of_every_kernel_is_drawn_and_taken() -> None:
     assert set(drawn) == {(kernel, form) for kernel, forms in FORMS.items() for form in forms}
     for each in drawn.values():
         assert find(each.kernel).refuses(draw(each, 0, 0, CPU)) is None, each
-
-
-def test_families_of_one_kernel_keep_their_numbers() -> None:
-    assert families_of(3, 81, None) == [family(3, number) for number in range(3)]
-    name = list(FORMS)[2]
-    numbers = [2, 2 + len(FORMS), 2 + 2 * len(FORMS)]
-    assert families_of(3, 120, name) == [family(3, number) for number in numbers]
-    assert {each.kernel for each in families_of(3, 800, name)} == {name}
-
-
-def test_a_seed_decides_a_call() -> None:
-    drawn = family(0, 7)
-    assert drawn == family(0, 7) != family(1, 7)
-    call, same, other = (draw(drawn, seed, 3, CPU) for seed in (0, 0, 1))
-    for name, tensor in call.tensors().items():
-        assert torch.equal(same.tensors()[name], tensor)
-        assert same.tensors()[name].stride() == tensor.stride()
-    assert other.query.shape != call.query.shape or not torch.equal(other.query, call.query)
 
 
 def test_wrong_outputs_and_errors_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import results
-from benchmarks.attention_kernels import narrow_heads, per_pair, triton_kernels
+from benchmarks.attention_kernels import per_pair
 from benchmarks.tables import speed
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import Kernel
@@ -71,17 +69,6 @@ def test_an_environment_s_baseline_is_not_a_kernel_of_its_own(tmp_path: Path) ->
     ]
 
 
-def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every schedule has a predicted time, and the fastest schedule is chosen."""
-    persistent = pytest.importorskip("attention_kernels.hopper.persistent")
-    monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
-    for spec in narrow_heads.CALLS.values():
-        line = narrow_heads.predicted(spec, torch.device("cuda"))
-        times = {each: line[f"{each} consumers, predicted"] for each in narrow_heads.CONSUMERS}
-        assert line["consumers"] == min(times, key=times.__getitem__)
-        assert all(0.005 < time < 20 for time in times.values())
-
-
 def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ratios are computed per round, for cores too; unsupported calls have no line."""
     plain = random_call(q_len=8, kv_len=8, is_causal=True)
@@ -118,26 +105,3 @@ def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.Monke
     assert [line["time per pair"] for line in found] == pytest.approx([1.0, 1.0])
     assert (found[0]["low"], found[0]["high"]) == pytest.approx((1.0, 2.0))
     assert found[0]["pairs"] * 36 == found[0]["plain, pairs"] * 15
-
-
-@pytest.mark.parametrize(
-    ("given", "file", "phases"),
-    [
-        ([], "triton_kernels.csv", ["decode-cold", "prefill"]),
-        (["--phase", "prefill"], "triton_prefill.csv", ["prefill"]),
-        (["--phase", "head-dims"], "triton_head_dims.csv", ["head-dims"]),
-        (["--phase", "decode", "--out", "mine.csv"], "mine.csv", ["decode-cold"]),
-    ],
-)
-def test_a_phase_alone_writes_no_other_phase_s_file(
-    given: list[str], file: str, phases: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[tuple[str, str]] = []
-
-    def sweep(calls: Any, names: str, arguments: argparse.Namespace, rows: Any) -> None:
-        ran.append((calls[0][0].name.rpartition("-")[0], arguments.out.name))
-
-    monkeypatch.setattr(triton_kernels, "sweep", sweep)
-    monkeypatch.setattr(sys, "argv", ["triton_kernels", *given])
-    triton_kernels.main()
-    assert ran == [(phase, file) for phase in phases]

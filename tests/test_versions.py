@@ -51,16 +51,3 @@ def test_each_checkout_runs_its_own_kernels(
     assert float(here.rstrip("%")) < 1
     assert 99 < float(there.strip("(%)")) < 101
     assert unknown.startswith("no-such-kernel, small: here: ")
-
-
-def test_wrong_arguments_are_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, sentence in (
-        ([str(tmp_path)], f"{tmp_path} is not a checkout of this project"),
-        ([str(REPOSITORY), "--only", "nothing"], "no call has 'nothing' in its name: small,"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            versions.main(arguments)
-        assert stopped.value.code == 2
-        assert sentence in capsys.readouterr().err

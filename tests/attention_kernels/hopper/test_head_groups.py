@@ -80,14 +80,6 @@ def test_every_tile_is_taken_once(tiles: int, programs: int, is_causal: bool) ->
     assert sorted(itertools.chain.from_iterable(taken)) == list(range(tiles))
 
 
-@pytest.mark.parametrize(("heads", "blocks"), [(32, 32), (32, 64), (512, 8), (8, 64)])
-def test_causal_work_sums_up_evenly(heads: int, blocks: int) -> None:
-    """Tiles are numbered from the longest; every `heads` successive tiles are equally long."""
-    taken = [tiles_of(program, PROGRAMS, heads * blocks, True) for program in range(PROGRAMS)]
-    work = [sum(blocks - number // heads for number in numbers) for numbers in taken]
-    assert max(work) <= sum(work) / PROGRAMS + 5
-
-
 @pytest.mark.parametrize("head_group", [1, 3, 4, 12, 16])
 def test_the_busiest_program_is_the_kernels(head_group: int) -> None:
     """The prediction is the sum over the tiles that the kernel's arithmetic assigns a program."""

@@ -126,20 +126,6 @@ def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
     assert plan.consumers % plan.heads == 0
 
 
-@pytest.mark.parametrize("plan", [plan for plan, _ in NARROW], ids=str)
-def test_each_schedule_of_narrow_heads_fits_in_shared_memory(plan: Schedule) -> None:
-    assert room_for(dims_of(64, 64), plan).output_columns == 64
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_pieces_cover_a_head_dim(head_dim: int) -> None:
-    dims = dims_of(head_dim, head_dim)
-    for piece in filter(None, dims):
-        assert piece & (piece - 1) == 0, "a power of two"
-    assert dims.main + dims.rest >= head_dim
-    assert dims.value >= head_dim
-
-
 @pytest.mark.parametrize("head_dim", [264, 20, 0])
 def test_refuses_head_dims(head_dim: int) -> None:
     query = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
@@ -221,13 +207,6 @@ def plan_of(
         (False, None),
         sinks,
     )
-
-
-@pytest.mark.usefixtures("on_hopper")
-def test_more_sequences_than_keys_can_be_planned() -> None:
-    key = empty(1, 2, 1, 64)
-    lengths = ("packed", 2, 3, torch.int32, torch.int32, None)
-    assert plan_of(empty(1, 2, 6, 64), key, key, lengths).is_packed
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -36,12 +36,3 @@ def test_every_name_is_in_the_code() -> None:
     page = PAGE.read_text(encoding="utf-8").partition("## What was tried")[0]
     assert wrong_names(page) == []
     assert wrong_names("`_attend` `gone.py` `pass_the_turn`") == ["gone.py", "pass_the_turn"]
-
-
-def test_the_drawing_names_what_is_in_the_code() -> None:
-    barriers = PAGE.read_text(encoding="utf-8").partition("## Barriers")[2]
-    drawing = barriers.partition("```text\n")[2].partition("```")[0]
-    pipeline = (KERNELS / "hopper" / "pipeline.py").read_text(encoding="utf-8")
-    for name in ("fill", "release", "wait_for", "tma_load", "empty", "full", "expect"):
-        assert re.search(rf"\b{name}\b", drawing), name
-        assert re.search(rf"\b{name}\b", pipeline), name

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 from attention_kernels.launch import launcher as launch_module
 from attention_kernels.launch import workspace
 from attention_kernels.launch.descriptors import at, described, nowhere
-from attention_kernels.launch.launcher import MOST_KEPT, Launch, PlanCache, PlannedCall, layout
+from attention_kernels.launch.launcher import Launch, layout
 
 DEVICE = torch.device("cpu")
 GRID = (3, 2, 1)
@@ -155,18 +155,6 @@ def test_tensor_is_described_again_when_another_program_is_compiled() -> None:
     assert kernel.compiled[1][0].block_shape == kept.block_shape
 
 
-def test_planned_calls_pass_descriptors_until_the_launch_is_compiled() -> None:
-    launch = launch_of(Kernel())
-    tensor, output = described_tensor(), aligned()
-    planned = PlannedCall(launch, (nowhere(described(tensor, 8, 32)), None))
-    described_first, as_it_is = planned.operands(tensor, output)
-    assert described_first.base is tensor
-    assert as_it_is is output
-    launch(described_first, None, output)
-    assert planned.operands(tensor, output) == (tensor, output)
-    assert PlannedCall(launch).operands(tensor) == (tensor,)
-
-
 def test_addresses_alone_launch_what_was_compiled() -> None:
     kernel = Kernel()
     launch = launch_of(kernel)
@@ -233,19 +221,6 @@ def test_stages_are_reduced_when_shared_memory_is_small() -> None:
     with pytest.raises(OutOfResources):
         launch(aligned(), None, aligned())
     assert kernel.stages == [4, 3, 2, 2, 1]
-
-
-def test_every_argument_but_the_tensors_must_be_named() -> None:
-    with pytest.raises(KeyError, match="BLOCK"):
-        Launch(Kernel(), GRID, DEVICE, {"length": 7, "block": 64}, num_warps=4)
-
-
-def test_plans_are_not_kept_for_ever() -> None:
-    kept: PlanCache[str] = PlanCache()
-    for length in range(MOST_KEPT + 1):
-        assert kept.keep(length, str(length)) == str(length)
-    assert kept.get(0) is None
-    assert kept.get(MOST_KEPT) == str(MOST_KEPT)
 
 
 def test_kept_memory_suffices_and_is_rarely_replaced() -> None:

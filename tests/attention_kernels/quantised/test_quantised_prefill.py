@@ -361,14 +361,6 @@ def test_nan_in_a_query_is_its_row_s_alone(kind: str) -> None:
     assert int(is_nan.sum()) == 64
 
 
-def test_nan_in_a_key_reaches_every_row_of_its_head() -> None:
-    call = random_call(1, 2, 2, 70, 90, 64)
-    call.key[0, 1, 3, 5] = math.nan
-    is_nan = run(call, "sage").isnan()
-    assert bool(is_nan[0, 1].all())
-    assert not bool(is_nan[0, 0].any())
-
-
 def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
     value = torch.zeros(2, 50, 3, 64, dtype=torch.bfloat16)
     for fits in (value, value.transpose(1, 2), value[:, 3:, 1:, 8:40], value[:1, :, :, :40]):
@@ -378,13 +370,6 @@ def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
         assert copy is not odd
         torch.testing.assert_close(copy, odd)
         assert all(stride % 8 == 0 for stride in copy.stride()[:3])
-
-
-@each_kind
-def test_calls_of_one_shape(kind: str) -> None:
-    """Later calls of compiled kernels take a shorter path than the first call."""
-    for offset in (0, 2, 0.5):
-        check(random_call(2, 2, 1, 70, 200, 40, offset=offset), kind)
 
 
 @each_kind

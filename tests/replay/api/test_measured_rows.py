@@ -58,19 +58,6 @@ def test_names_stay_text() -> None:
     assert cells.lines[1].count(HOSTILE.replace("\x1b", " ")) == 4
 
 
-def test_many_rows_are_counted() -> None:
-    rows = Rows([row() for _ in range(100)])
-    html = rows._repr_html_()
-    assert len(Cells(html).lines) == 61
-    assert html.endswith("<p>… and 40 more</p>")
-    assert str(rows).endswith("\n… and 80 more")
-
-
-def test_rows_that_never_ran() -> None:
-    _, *lines = Cells(Rows([unreadable(), row(status="crash")])._repr_html_()).lines
-    assert [line[HEADINGS.index("status")] for line in lines] == ["error", "crash"]
-
-
 def test_rows_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     Rows([row(ms=1.0), row("other")]).write(path)
@@ -80,13 +67,6 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.warns(UserWarning, match="ends within a row"):
         assert len(Rows.read(path)) == 1
-
-
-def test_rows_of_no_file(tmp_path: Path) -> None:
-    with pytest.raises(RowsError, match=r"there is no file .*: write one with `replay --json"):
-        Rows.read(tmp_path / "nosuch")
-    with pytest.raises(RowsError, match="expected the path of a file of rows, got NoneType"):
-        Rows.read(None)  # type: ignore[arg-type]
 
 
 def group_of(times: dict[str, list[float]], call: str = "call", **fields: Any) -> list[Row]:

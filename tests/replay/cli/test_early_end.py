@@ -105,16 +105,6 @@ def test_earlier_file_is_kept_until_there_is_a_row(
     assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
 
 
-def test_table_is_shown_after_a_failure(
-    run_cli: RunCli, recorded: Path, two_calls: Callable[..., None]
-) -> None:
-    two_calls(RuntimeError("boom"))
-    code, out, err = run_cli(*arguments(recorded))
-    assert code == 1
-    assert "2 calls" in out
-    assert err.splitlines()[-1] == "replay: unexpected RuntimeError: boom (traceback with --debug)"
-
-
 def test_table_is_shown_when_the_disk_is_full(run_cli: RunCli, recorded: Path) -> None:
     code, out, err = run_cli(*arguments(recorded, "--json", FULL))
     assert code == 2
@@ -191,14 +181,3 @@ def test_rows_are_not_sent_to_a_pipe_again(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for told in ([], ["cannot write pipe: Broken pipe"]):
         assert _written_again([factories.row("eager")], pipe, told) == told
-
-
-def test_resuming_is_not_suggested_for_a_pipe(
-    run_cli: RunCli, recorded: Path, two_calls: Callable[..., None]
-) -> None:
-    two_calls(KeyboardInterrupt())
-    reader, writer = os.pipe()
-    err = run_cli(*arguments(recorded, "--json", f"/dev/fd/{writer}"))[2]
-    os.close(writer)
-    os.close(reader)
-    assert err.endswith("; give --json FILE, so that --resume can complete it\n")

@@ -71,17 +71,6 @@ def test_help_and_refusals_do_not_import_torch() -> None:
     assert done.stderr.count("replay report: ") == 2
 
 
-def test_heading_states_how_samples_were_taken(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "Intel(R) Xeon(R) Processor" + " @ 3GHz" * 20
-    monkeypatch.setattr("replay.timing.machine.device_name", lambda device: name)
-    _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", "--calls-before", "1")
-    printed = " ".join(out.partition("\n\n")[0].split())
-    assert printed.startswith(f"{name} · torch ")
-    assert printed.endswith(" · warm cache · 1 call before each sample")
-
-
 def test_random_call_is_replayed(run_cli: RunCli) -> None:
     code, out, err = run_cli(
         *SHAPE, "--mask", "causal", *QUICK, "--kernels", KERNELS, "--metric", "all"
@@ -275,18 +264,6 @@ def test_altered_file_is_named_and_the_others_are_replayed(run_cli: RunCli, reco
     assert status == {"model-000000": "ok", "model-000001": "error", "model-000002": "ok"}
 
 
-def test_stdout_is_only_json(run_cli: RunCli) -> None:
-    given = ("--kernels", "torch-math,torch-cud?n", "--metric", "energy", "--json", "-")
-    code, out, err = run_cli(*SHAPE, *QUICK, *given)
-    assert code == 0
-    assert err.count("energy needs an NVIDIA GPU") == 1
-    found = {row["kernel"]: row for row in rows(out)}
-    assert found["torch-cudnn"]["status"] == "unavailable"
-    timed = found["torch-math"]
-    assert (timed["status"], timed["energy"], timed["timer"]) == ("ok", None, "perf_counter")
-    assert len(timed["time_ms"]["samples"]) == timed["time_ms"]["n"]
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_hostile_kernel_name_stays_text(
     run_cli: RunCli,
@@ -453,14 +430,6 @@ def test_archive_is_replayed(
     assert copies == ["model-000001.safetensors"]
     code, _, err = run_cli(*arguments)
     assert f"--dir {archive}" in err
-
-
-@pytest.mark.parametrize("where", ["none.zip", "hf://datasets/none", "nosuch://x"])
-def test_missing_recording_is_one_sentence(run_cli: RunCli, where: str) -> None:
-    code, out, err = run_cli("--dir", where, *QUICK)
-    assert (code, out) == (2, "")
-    assert where in err
-    assert err.count("\n") == 1
 
 
 def test_kernel_that_leaves_the_process_unusable_ends_the_replay(

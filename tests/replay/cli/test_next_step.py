@@ -23,7 +23,7 @@ from replay.cli.main import VERBS
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, LayerChoice, Plan
 from replay.rows.row import Row
-from tests.factories import accuracy, call_facts, census, random_call, row, speedup_over, store_part
+from tests.factories import accuracy, census, random_call, row, speedup_over, store_part
 
 BUILT_IN: dict[str, Any] = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
 COUNTED = census(("layers.0", "prefill", 64, 4))
@@ -154,23 +154,10 @@ def test_parts_of_ranks_stay_joined(tmp_path: Path) -> None:
         whole_captures(Dataset.open(directory), str(directory))
 
 
-def test_report_is_suggested_last(tmp_path: Path) -> None:
-    directory = str(recording(tmp_path / "recorded", capture(), capture("flux")))
-    checked = ("verify", "--dir", directory)
-    stored = said(*checked, "--json", "my rows.jsonl")
-    assert stored.endswith(": replay report 'my rows.jsonl' -o out.html")
-    assert said(*checked, "--report", "out.html") == ""
-
-
 def test_untrusted_model_is_not_suggested(tmp_path: Path) -> None:
     settings = {**BUILT_IN, "model": "evil.py:build"}
     directory = str(recording(tmp_path / "recorded", capture(settings=settings)))
     assert "verify" not in said("--dir", directory)
-
-
-def test_random_calls_lead_to_recorded_ones() -> None:
-    assert said("random").endswith(": capture --model llama")
-    assert said("suite", "llama").endswith(": capture --model llama")
 
 
 def test_wrong_kernel_of_the_user_leads_to_the_doctor(tmp_path: Path) -> None:
@@ -190,19 +177,3 @@ def test_wrong_kernel_of_the_user_leads_to_the_doctor(tmp_path: Path) -> None:
     raising = row("my file.py:k", status="error", reason="ValueError: no")
     assert "replay kernels" not in said(*asked, rows=[measured()[0], raising])
     assert said(*asked, rows=[row("", status="error", reason="0 bytes")]) == ""
-
-
-def test_replay_without_a_correct_kernel_leads_to_statistics() -> None:
-    shape = ("random", "-hq", "4", "-sq", "70", "--mask", "causal", "--dtype", "float16")
-    look = said(*shape, rows=measured("inaccurate"))
-    assert look.startswith("no kernel is correct")
-    assert command(look) == [
-        "random", "-hq", "4", "-sq", "70", "--mask", "causal", "--dtype", "float16",
-        "--metric", "accuracy,stats",
-    ]  # fmt: skip
-    drawn = ("--mask", "window", "--distribution", "sink")
-    assert command(said("random", *drawn, rows=measured("inaccurate")))[1:5] == [*drawn]
-    missing = row("mine", status="unavailable", reason="not installed")
-    assert command(said(*shape, rows=[measured()[0], missing])) == ["kernels"]
-    alone = row("torch-default", call_facts(), status="inaccurate", accuracy=accuracy())
-    assert said(*shape, rows=[alone]).startswith("no kernel is correct")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 
 import attention_replay as ar
 from replay.report.html import chart_library
-from replay.rows.fields import FIELDS
 from replay.rows.row_files import write_jsonl
 from tests.replay.report.html import pages
 
@@ -60,15 +57,6 @@ def test_page_of_stored_rows_goes_to_stdout(
         assert (code, err) == (0, "")
         assert out.startswith("<!doctype html>")
     assert list(stored.parent.iterdir()) == [stored]
-
-
-def test_rows_of_an_interrupted_replay_are_reported(run_cli: RunCli, stored: Path) -> None:
-    pytest.importorskip("vl_convert")
-    text = stored.read_text()
-    stored.write_text(text[:-20])
-    code, _, err = run_cli("report", str(stored), "-o", str(stored.with_name("out.html")))
-    assert code == 0
-    assert f"{stored} ends within a row" in err
 
 
 @pytest.mark.parametrize(
@@ -157,13 +145,6 @@ def test_chart_library_is_missed_before_anything_runs(
     assert (code, out) == (2, "")
     assert "pip install 'attention-replay[report]'" in err
     assert not Path("out.html").exists()
-
-
-def test_stored_rows_become_csv(run_cli: RunCli, stored: Path) -> None:
-    header, *lines = csv.reader(io.StringIO(run_cli("report", str(stored), "--csv", "-")[1]))
-    assert header == [item.path for item in FIELDS]
-    rows = ar.Rows.read(stored)
-    assert [line[header.index("kernel")] for line in lines] == [row.kernel for row in rows]
 
 
 def test_public_function_returns_the_files_it_wrote(stored: Path, tmp_path: Path) -> None:

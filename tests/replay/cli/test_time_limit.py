@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replay.cli.shared_options import duration
-from replay.distribution.time_limit import TimeLimit, in_words
+from replay.distribution.time_limit import TimeLimit
 
 RunCli = Callable[..., tuple[int, str, str]]
 QUICK = ("--rounds", "3", "--device", "cpu")
@@ -36,22 +36,6 @@ def test_durations(given: str, seconds: float) -> None:
 def test_invalid_duration_is_refused(given: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"must be|is empty"):
         duration(given)
-
-
-def test_in_words() -> None:
-    asked = (0.2, 40.4, 99.4, 100, 360, 5900, 7200, 7800)
-    said = ["1 s", "40 s", "99 s", "2 min", "6 min", "98 min", "2 h", "2 h 10 min"]
-    assert [in_words(seconds) for seconds in asked] == said
-
-
-def test_work_that_would_end_in_time_is_allowed() -> None:
-    clock = Clock()
-    limit = TimeLimit(60, clock)
-    assert limit.allows(60)
-    clock.now += 20
-    assert limit.allows(40)
-    assert not limit.allows(41)
-    assert TimeLimit(None, clock).allows(1e9)
 
 
 def test_work_is_stopped_when_the_time_is_over() -> None:

@@ -71,13 +71,6 @@ def test_unfinished_file_is_waited_for() -> None:
     assert looks == ["stable"]
 
 
-def test_replaced_file_is_noticed() -> None:
-    sleep = edits(
-        lambda: Path("mine.py").unlink(), lambda: None, write("mine.py", "import beside, torch")
-    )
-    assert Files([Path("mine.py")]).wait(sleep) == ["mine.py"]
-
-
 def test_imports_of_a_broken_file_are_still_watched() -> None:
     files = Files([Path("mine.py")])
     assert files.wait(edits(write("mine.py", "import beside\ndef mine(:"))) == ["mine.py"]

@@ -14,8 +14,6 @@ from torch import Tensor
 
 import attention_replay as ar
 from capture.call.attention_call import AttentionCall
-from capture.errors import CaptureError
-from capture.models_package import import_models
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
@@ -112,16 +110,6 @@ def test_kernel_that_is_wrong_elsewhere_is_not_recommended(recorded: Path) -> No
     assert {each.instead for each in found.found} == {"torch-default, which is right on this call"}
 
 
-@pytest.mark.parametrize(("q_len", "said"), [(1, "(query 0 of"), (3, "(queries 0 to 2 of")])
-def test_a_finding_without_a_cause_says_which_queries(
-    tmp_path: Path, q_len: int, said: str
-) -> None:
-    workloads = written(tmp_path, random_call(q_len=q_len))
-    found = diagnose(workloads, [find(f"{FAULTY}:too_long")], settings(), in_process=True)
-    assert [each.cause for each in found.found] == ["unknown"]
-    assert said in found.found[0].sentence
-
-
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "start", lambda process: pytest.fail("starts a process"))
@@ -133,12 +121,6 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     code, out, err = run_cli("doctor", *asked, "--call", "model-000001", "--device", "cpu")
     assert (code, json.loads(out)) == (0, [])
     assert err.splitlines()[-1] == "healthy: no error in 1 run of a kernel on a call"
-
-
-def test_timeout_is_refused_without_workers(run_cli: RunCli) -> None:
-    code, out, err = run_cli("doctor", "--dir", "x", "--in-process", "--timeout", "9")
-    assert (code, out) == (2, "")
-    assert "argument --timeout: not allowed with argument --in-process" in err
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -159,25 +141,6 @@ def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
     code, out, err = run_cli("doctor", *asked, "--in-process", "--quiet")
     assert (code, json.loads(out)) == (0, [])
     assert re.match(r"recorded 1 of \d+ attention calls \([0-9.]+ [kM]B\)\n", err)
-
-
-@pytest.mark.parametrize(("default", "asked"), [("cuda", "cpu"), ("cpu", None)])
-def test_model_is_recorded_on_the_named_device(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, asked: str | None
-) -> None:
-    """On the default device, a function without a device parameter gets no device."""
-    devices: list[str | None] = []
-
-    def load(model: str, device: str | None) -> None:
-        devices.append(device)
-        raise CaptureError("stopped")
-
-    monkeypatch.setattr(import_models(), "load", load)
-    chosen = "replay.cli.doctor.device_of"
-    monkeypatch.setattr(chosen, lambda name: torch.device(name or default))
-    given = ("--model", "llama", "--kernels", "torch-math", "--in-process", "--device", "cpu")
-    assert run_cli("doctor", *given)[0] == 2
-    assert devices == [asked]
 
 
 def test_findings_before_control_c_are_shown(
@@ -253,13 +216,6 @@ def test_around_a_run() -> None:
         ("1", "mask-ignored"),
     ]
     assert "torch-default, which is right on this call" in str(diagnosis)
-
-
-@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
-def test_around_a_run_without_attention() -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(CaptureError, match="nothing to examine: "), ar.doctor(model):
-        model(torch.ones(2))
 
 
 def test_the_worst_call_is_shown_first() -> None:

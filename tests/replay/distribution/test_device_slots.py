@@ -17,7 +17,6 @@ from replay.distribution.device_slots import (
     gpus,
     held,
     held_if_free,
-    with_own_cores,
 )
 
 CPU = torch.device("cpu")
@@ -88,17 +87,6 @@ def test_invalid_gpus_are_refused(
     host(*kinds, cores=cores)
     with pytest.raises(DeviceError, match=reason):
         gpus(asked)
-
-
-def test_cores_are_not_divided_without_affinity(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host("H200", "H200")
-    monkeypatch.delattr(os, "sched_setaffinity")
-    assert [each.cpus for each in with_own_cores([Device("a", ""), Device("b", "")])] == [
-        frozenset(),
-        frozenset(),
-    ]
 
 
 def test_device_is_held_by_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

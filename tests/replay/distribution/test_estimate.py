@@ -63,13 +63,3 @@ def test_devices_share_several_calls_but_not_one() -> None:
     assert together([4.0, 2.0, 2.0], 2) == 4.0
     assert together([6.0, 1.0], 2) == 6.0
     assert together([], 2) == 0.0
-
-
-def test_reference_takes_less_than_the_kernels(
-    quick: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a replay of fifteen calls with four kernels, the reference took 4 of 180 seconds."""
-    monkeypatch.setattr("replay.distribution.estimate.cpu_flops_per_second", lambda: 2e11)
-    settings, rates = replace(quick, rounds=30, max_seconds=1.0), Rates.of(quick.device)
-    alone = call_seconds(9e9, 0, settings, rates)
-    assert alone < call_seconds(9e9, 4, settings, rates) / 15

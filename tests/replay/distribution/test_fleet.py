@@ -20,7 +20,6 @@ import replay as replay_package
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
 from replay.distribution.fleet import DeviceSlot, Fleet, running_fleet
-from replay.distribution.shared_compiling import compilations
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
@@ -290,17 +289,6 @@ def test_every_call_is_replayed_on_every_type_of_device(
     }
 
 
-def test_type_without_a_device_left_is_named(
-    of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
-) -> None:
-    fleet, _ = of_kinds(fails=crash, works=False)
-    rows: list[Row] = []
-    with pytest.raises(WorkerError, match=r"^no H200 is left that works; --resume continues"):
-        rows += fleet.replay(
-            Schedule(on_kinds(3)), {HERE: [factories.kernel("a")]}, quick, lambda *_: None
-        )
-
-
 def test_kernel_can_run_when_one_type_can_run_it(
     of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
 ) -> None:
@@ -386,33 +374,6 @@ def test_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
     assert everyone[2].replayed == ["model-000000"]
     code, _, err = run_cli(*arguments, "--report", str(tmp_path / "out.html"))
     assert (code, "--report requires devices of one type, but this cluster has" in err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "devices", "pieces"),
-    [
-        ([64, 64, 64], 1, [["a", "c"], ["b"]]),
-        ([64, 64, 64], 2, [["a"], ["b"], ["c"]]),
-        ([64, 512, 64], 1, [["a", "b", "c"]] * 2),
-        ([64, 512, 2048], 2, [["a", "c"], ["b"]] * 3),
-        ([], 2, []),
-    ],
-)
-def test_compilation_is_divided_among_devices(
-    lengths: Sequence[int], devices: int, pieces: list[list[str]]
-) -> None:
-    some = [
-        random_workload(str(place), "random", Spec(1, 2, 2, length, length, 32, 32), 0)
-        for place, length in enumerate(lengths)
-    ]
-    assigned: dict[str, list[Kernel]] = {
-        HERE: [factories.kernel("a"), factories.kernel("b")],
-        "other": [factories.kernel("c")],
-    }
-    found = compilations(some, assigned, devices)
-    assert [
-        [kernel.name for kernels in each.assigned.values() for kernel in kernels] for each in found
-    ] == pieces
 
 
 @pytest.fixture

@@ -253,24 +253,6 @@ def test_kernels_for_the_model_are_chosen(
     assert failed[0].reason.endswith("failed in the replay: because")
 
 
-def test_unfit_environment_loses_only_its_own_kernels(
-    capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(python: str) -> tuple[str, ...]:
-        raise ModelRefused(f"{python} is another Python")
-
-    monkeypatch.setattr("replay.end_to_end.model_process.import_path", refuse)
-    plain = find("torch-math")
-    rows = [tried("torch-math", "ok"), tried("torch-math", "ok", "other")]
-    groups, _ = _variants(
-        rows, {HERE: [plain], "other": [plain]}, {"other": "python"}, capture_record
-    )
-    assert [[each.refused for each in group] for group in groups] == [
-        [""],
-        ["python is another Python"],
-    ]
-
-
 def test_import_path_of_an_interpreter_is_read(tmp_path: Path) -> None:
     def interpreter(name: str, prints: str) -> str:
         path = tmp_path / name

@@ -84,9 +84,3 @@ def test_model_that_cannot_run_loses_only_its_own_results(
     assert err.endswith(f"replay verify: {FIRST}: it cannot be built; second: it cannot be built\n")
     assert Path("e2e.jsonl").read_text() == earlier
     assert Path("out.html").is_file()
-
-
-def test_stdout_is_only_json(run_models: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = run_models("--checks", "-")
-    assert (code, models(out)) == (0, [FIRST, "second"])
-    assert "second end to end" in err

@@ -278,21 +278,6 @@ def test_changed_model_is_reported_and_not_predicted() -> None:
     assert a.measured[RUN].speedup is not None
 
 
-def test_missed_attention_is_reported() -> None:
-    past = {"kind": "FlexAttention", "forwards": 8, "modules": 2, "example": "layers.1"}
-    for gone_past, told in ([], ""), ([past], "in 8 runs of FlexAttention (such as layers.1): "):
-        (own,) = checked(Pretended(), rows=[], missed_attention=gone_past)
-        assert told in own.short_census
-        assert bool(own.short_census) == bool(told)
-
-
-def test_no_prediction_without_the_baseline() -> None:
-    _, a = checked(Pretended(), "a", rows=[])
-    assert a.prediction is None
-    assert "torch-default was timed on none" in a.unpredicted
-    assert a.measured[RUN].speedup is not None
-
-
 def test_inputs_changed_in_the_replay_are_listed() -> None:
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
     rows[1] = replace(rows[1], changed_inputs=("key",))
@@ -317,11 +302,3 @@ def test_times_of_runs_include_delays() -> None:
     assert (own.delayed, a.delayed) == pytest.approx((0.5 / 1.5, 0.5))
     assert [times.run for times in a.runs] == [1.0] * 5
     assert all(sorted(times.forwards["denoise"])[-1] == 0.625 for times in a.runs)
-
-
-def test_rounds_are_reported() -> None:
-    process = Pretended()
-    checked(process, "a")
-    rounds = ["first round", "round 2 of 3", "round 3 of 3"]
-    assert list(dict.fromkeys(process.rounds)) == ["", *rounds]
-    assert process.round == ""

@@ -133,8 +133,3 @@ def test_the_order_of_reasons(
     assert unavailable("sage1") == "sageattention 1.0.6 has no sageattn"
     install("sageattention", version=("sageattention", None), sageattn=len)
     assert unavailable("sage1") is None
-
-
-def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert catalogue()["fa2"].unavailable(torch.device("cuda")) == "needs a CUDA GPU"

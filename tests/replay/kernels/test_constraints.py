@@ -13,7 +13,6 @@ from capture.call.attention_call import AttentionCall
 from replay.kernels import constraints
 from replay.kernels.constraints import (
     Constraint,
-    all_of,
     head_dims,
     key_range,
     max_head_dim,
@@ -67,14 +66,6 @@ def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
     assert reason.endswith("needs one dtype")
     assert "float16" in reason
     assert "float8_e4m3fn" in reason
-
-
-def test_all_of_returns_the_first_reason(make_call: MakeCall) -> None:
-    both = all_of(constraints.no_dropout, constraints.no_mask, constraints.decode_only)
-    assert both(make_call(attn_mask=ANY_MASK)) == "takes no attn_mask"
-    assert both(make_call()) == "decode only: one query per sequence, not 9"
-    assert both(make_call(q_len=1)) is None
-    assert all_of()(make_call()) is None
 
 
 def rows(*patterns: str) -> Tensor:

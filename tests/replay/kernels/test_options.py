@@ -43,12 +43,6 @@ def test_a_name_with_options(name: str, about: str) -> None:
     assert select(name) == ([found], [name])
 
 
-def test_a_name_with_options_is_a_variant() -> None:
-    found = find("mine[size=8]")
-    assert found.variant_of == "mine"
-    assert not found.default
-
-
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

@@ -504,11 +504,6 @@ def test_a_mask_does_not_outlive_its_call(
     assert torch.equal(kernel.attention(**call.arguments()), before)
 
 
-def test_flashinfer_decodes_pages_of_the_wanted_size(planned: list[str]) -> None:
-    check("flashinfer-decode[page_size=7]", "decode")
-    assert set(planned) == {"plan of pages of 7", "run"}
-
-
 @pytest.fixture
 def kernels_package(install: Install, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Install a stand-in for `kernels` with three cached kernels. Return the log of requests."""
@@ -583,15 +578,3 @@ def test_failure_is_reported(
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     unavailable("hub:kernels-community/sage-attention")
     assert kernels_package["address"] == ("proxy.example", 3128)
-
-
-def test_a_hub_kernel_without_the_function(
-    kernels_package: dict[str, Any], unavailable: Unavailable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "_fetch", lambda repository: ModuleType("empty"))
-    assert unavailable("hub:kernels-community/flash-attn2") == (
-        "kernels-community/flash-attn2 has no flash_attn_func"
-    )
-    assert unavailable("hub:kernels-community/flash-attn3", 8, 0) == (
-        "needs compute capability 9.0 (this GPU has 8.0)"
-    )

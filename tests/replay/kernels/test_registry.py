@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,22 +24,6 @@ def same(query: Tensor, *_: object, **__: object) -> Tensor:
     More words.
     """
     return query
-
-
-@pytest.mark.usefixtures("kernels")
-def test_the_decorator_registers_and_returns_the_function() -> None:
-    assert register_kernel("mine")(same) is same
-    assert catalogue()["mine"] == Kernel("mine", same, about="Returns the query.")
-    options: dict[str, Any] = {
-        "accuracy_class": "quantised",
-        "unavailable": lambda device: f"not on {device}",
-        "unsupported": lambda call: f"not {call.shape}",
-        "prepare": lambda call: lambda: call.query,
-        "default": False,
-        "about": "about",
-    }
-    register_kernel("other", **options)(same)
-    assert catalogue()["other"] == Kernel("other", same, **options)
 
 
 def test_a_name_is_taken_once(kernels: Callable[..., Kernel]) -> None:

@@ -273,20 +273,6 @@ def test_every_variant_passes_its_options(sage_2: Calls, base: str) -> None:
         assert options.items() <= dropped_in.items()
 
 
-def test_names_of_variants() -> None:
-    assert [kernel.name for kernel in _variants("sage2-fp8-sm90")] == [
-        "sage2-fp8-sm90",
-        "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]",
-        "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32,smooth_k=off]",
-        "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32]",
-        "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32,smooth_k=off]",
-    ]
-    # The option smooth_v is offered only where it has an effect.
-    smoothed = {kernel.name for kernel in catalogue().values() if "smooth_v=on" in kernel.name}
-    assert len(smoothed) == 8
-    assert all("accum=fp16," in name or "accum=fp32," in name for name in smoothed)
-
-
 @pytest.mark.parametrize("variant", VARIANTS["sage2-varlen"])
 def test_sage2_varlen(sage_2: Calls, variant: str) -> None:
     assert set(KINDS) - set(verify("sage2-varlen", variant)) == {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from replay.kernels import registry
-from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
+from replay.kernels.registry import KernelNameError, catalogue, find
 
 RunCli = Callable[..., tuple[int, str, str]]
 SHAPE = ("random", "-hq", "2", "-sq", "16", "-d", "8", "--dtype", "float32")
@@ -196,20 +196,6 @@ def test_a_package_offers_kernels(run: Run) -> None:
     assert rows["offered-picky"]["reason"] == "causal calls"
     assert rows["offered-broken"]["reason"] == ("ModuleNotFoundError: No module named 'not_there'")
     assert rows["offered-nothing"]["reason"].startswith("AttributeError: ")
-
-
-@pytest.mark.usefixtures("package")
-def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
-    # Kernels that other tests registered would change the widths of the columns.
-    code, out, err = run_cli("kernels", "offered*", "--device", "cpu", "--in-process")
-    assert (code, err) == (0, "")
-    text = " ".join(out.split())
-    assert "offered from my_file:my_attention available" in text
-    assert (
-        "offered-broken from not_there:attention "
-        "ModuleNotFoundError: No module named 'not_there'" in text
-    )
-    assert isinstance(catalogue()["offered"], Kernel)
 
 
 @pytest.mark.parametrize(

@@ -195,21 +195,3 @@ def test_function_in_a_compiled_graph_is_not_replaced() -> None:
     assert swap.in_graphs == {"lse_too": 1}
     assert str(swap) == "torch-math: 0 calls\nin compiled graphs, not answered: 1 × lse_too"
     assert torch.allclose(inside, lse_too(tensor, tensor, tensor), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_self_compiling_kernel_adds_no_graph() -> None:
-    model = MODELS["Llama flex"]()
-    expected = logits(model)
-    with use_kernel("flex") as swap:
-        assert torch.allclose(logits(model), expected, atol=1e-5)
-    assert (swap.hits, swap.in_graphs) == (2, {})
-
-
-@pytest.mark.slow
-def test_functions_of_a_compiled_model_are_reported() -> None:
-    model = torch.compile(MODELS["Llama eager"](), backend="eager")
-    with use_kernel("torch-math") as swap:
-        inside = logits(model)
-    assert swap.in_graphs == {"eager_attention_forward": 2}
-    assert torch.allclose(logits(model), inside, atol=1e-5)

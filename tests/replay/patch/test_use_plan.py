@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from capture import load, record
 from capture.hooks.interceptor import TORCH_SDPA
@@ -232,21 +231,6 @@ def test_another_plan_is_another_graph(transformer: Transformer) -> None:
     torch.testing.assert_close(output, scaled_by_hand(transformer, 3, 3, 3, 3))
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
-def test_compiled_function_in_a_planned_module_uses_its_kernel(
-    transformer: Transformer,
-) -> None:
-    for block in transformer.blocks:
-        assert isinstance(block, Block)
-        attn = block.attn
-        attn.forward = torch.compile(attn.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
-    forwards = [vars(block.attn)["forward"] for block in transformer.blocks]  # type: ignore[arg-type]
-    with use_plan(plan_of(*MIXED), transformer) as swap:
-        check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
-    assert [vars(block.attn)["forward"] for block in transformer.blocks] == forwards  # type: ignore[arg-type]
-
-
 class Breaking(Attention):
     def forward(self, states: Tensor) -> Tensor:
         batch, length, _ = states.shape
@@ -403,24 +387,3 @@ def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: 
     assert {name: tally.hits for name, tally in swap.kernels.items()} == {"twice": 2, "thrice": 6}
     assert swap.not_planned == 0
     assert torch.equal(generate(), before)
-
-
-@torch.no_grad()
-@pytest.mark.slow
-def test_compiled_llama_is_one_graph() -> None:
-    model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    wanted = compiled(prompt).logits
-    plan = plan_of(
-        ("model.layers.0.self_attn", "prefill", "torch-math"),
-        ("model.layers.1.self_attn", "prefill", "torch-flash"),
-    )
-    with use_plan(plan, model) as swap:
-        output = compiled(prompt).logits
-    torch.testing.assert_close(output, wanted)
-    assert {name: tally.hits for name, tally in swap.kernels.items()} == {
-        "torch-math": 1,
-        "torch-flash": 1,
-    }
-    assert graphs() == 2
-    assert not counters["graph_break"]

@@ -103,17 +103,6 @@ def test_lengths_around_it_in_other_modules_come_before_a_near_one_in_its_own() 
     assert match(lengths(80), calls)[0].shares == {"own": 1}
 
 
-def test_a_mask_that_grows_with_the_keys_is_alike() -> None:
-    counted = census(
-        (
-            "layers.0",
-            "decode",
-            {"mask": (1, 1, 1, 65), "key": (1, 2, 65, 32), "value": (1, 2, 65, 16)},
-        )
-    )
-    assert match(counted, [call(mask=Mask("bool", (1, 1, 1, 64)))])[0].shares == {"call": 1}
-
-
 def test_calls_that_no_row_can_be_like() -> None:
     """Recorded calls are four-dimensional, so no row is like a three-dimensional call."""
     counted = census(
@@ -122,9 +111,3 @@ def test_calls_that_no_row_can_be_like() -> None:
     assert match(counted, [call()])[0].shares == {}
     with pytest.raises(CensusError, match="capture it again"):
         match({}, [call()])
-
-
-def test_rows_are_of_one_run() -> None:
-    counted = census(*(("layers.0", "decode", {}) for _ in range(3)))
-    (row,) = match(counted, [call()])
-    assert (row.module, row.phase, row.calls) == ("layers.0", "decode", 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replay.plan.plan_device import measured_on, type_of, types_at_hand
+from replay.plan.plan_device import measured_on, types_at_hand
 from replay.rows.row import Machine
 
 CPU, FIRST, SECOND = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1"))
@@ -47,8 +47,3 @@ def test_rows_say_what_they_were_measured_on(machine: Machine, device: str) -> N
 def test_a_model_runs_where_its_weights_are(devices: set[torch.device], types: list[str]) -> None:
     """Modules on the CPU may be offloaded."""
     assert types_at_hand(devices) == types
-
-
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert types_at_hand({CPU}) == [type_of(CPU)] == ["cpu"]

@@ -19,24 +19,6 @@ def head(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
     return output
 
 
-def row(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    output = scaled_dot_product_attention(query, key, value, *others, **options).clone()
-    output[:, :, 5:6] = 0
-    return output
-
-
-def key_block(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    key = key.clone()
-    key[:, :, 16:20] *= WRONG_FACTOR
-    return scaled_dot_product_attention(query, key, value, *others, **options)
-
-
-def odd_length(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    if key.shape[2] % 2:
-        raise ValueError(f"{key.shape[2]} keys")
-    return scaled_dot_product_attention(query, key, value, *others, **options)
-
-
 def crash(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     if key.shape[2] > 16:
         ctypes.string_at(0)

@@ -60,13 +60,6 @@ def test_another_failure_is_not_followed() -> None:
     assert found.outcome == WRONG
 
 
-def test_exceptions_differ_by_name() -> None:
-    error = TrialOutcome("error", "ValueError: length 9")
-    assert error.is_like(TrialOutcome("error", "ValueError: length 3"))
-    assert not error.is_like(TrialOutcome("error", "TypeError: length 9"))
-    assert not error.is_like(TrialOutcome("crash", "ValueError: length 9"))
-
-
 def test_the_worst_place_is_tried_first() -> None:
     tried = []
 
@@ -86,13 +79,6 @@ def test_the_search_ends_in_time() -> None:
     found = minimise(CALL, WRONG, kernel(lambda call: True), 3, clock=lambda: next(now))
     assert not found.is_complete
     assert 0 < found.trials <= 3
-
-
-def test_odd_numbers_of_keys_are_left_out() -> None:
-    """The number of keys stays odd: two keys are left out at a time, until one is left."""
-    call = random_call(q_len=1, kv_len=21)
-    found = minimise(call, WRONG, kernel(lambda call: call.shape.kv_len % 2 == 1), 60.0)
-    assert found.call.shape.kv_len == 1
 
 
 def test_call_without_keys_is_minimised() -> None:

@@ -111,17 +111,6 @@ def test_json_and_csv_agree(row: Row) -> None:
     assert all(written.values())
 
 
-def test_missing_values_are_empty(row: Row) -> None:
-    bare = factories.row(status="unsupported", reason="head_dim 72")
-    table = io.StringIO()
-    write_csv([bare], table)
-    written = next(csv.DictReader(io.StringIO(table.getvalue())))
-    assert (written["status"], written["reason"]) == ("unsupported", "head_dim 72")
-    assert (written["time_ms.p50"], written["speedup.ratio"], written["peak_bytes"]) == ("", "", "")
-    assert leaf(row_to_json(bare), "time_ms.p50") is None
-    assert leaf(row_to_json(bare), "no.such.path") is None
-
-
 def test_nan_and_infinity_become_null(row: Row) -> None:
     errors = compare(torch.full((1, 1, 2, 2), math.nan), torch.ones(1, 1, 2, 2))
     row = replace(row, accuracy=factories.accuracy(errors))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
-from replay.report.selftest_table import print_selftest
 from replay.rows.row import GpuState, Machine
 from replay.selftest import all_checks as run
 from replay.selftest import clock, environment_checks, work
@@ -38,18 +35,6 @@ def test_sentence_says_what_to_rely_on() -> None:
     bad = verdict(GOOD, BAD)
     assert not bad.passed
     assert bad.sentence == "do not rely on times of this machine (bad): do that"
-
-
-def test_the_table_fits() -> None:
-    file = io.StringIO()
-    print_selftest(verdict(GOOD, SKIPPED, BAD), Console(file=file, width=80))
-    lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split()[:2] for line in lines[2:5]] == [
-        ["good", "pass"],
-        ["skipped", "-"],
-        ["bad", "FAIL"],
-    ]
 
 
 @pytest.fixture

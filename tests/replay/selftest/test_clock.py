@@ -80,16 +80,6 @@ def test_the_known_delay(samples: Callable[[Samples], None], added: float, passe
     assert found.figures["found_ms"] == pytest.approx(added, abs=1e-9)
 
 
-@pytest.mark.parametrize(("took", "passed"), [(0.0001, True), (0.02, False)])
-def test_empty_function_takes_no_time(
-    samples: Callable[[Samples], None], took: float, passed: bool
-) -> None:
-    samples(lambda name, block: [took] * clock.ROUNDS)
-    found = clock.nothing(CPU)
-    assert found.passed is passed
-    assert f"{took * 1000:.2f} µs" in found.finding
-
-
 @pytest.mark.parametrize(("theirs", "passed"), [(0.985, True), (0.9, False)])
 def test_the_profilers_kernels_are_those_of_the_rounds(
     samples: Callable[[Samples], None], monkeypatch: pytest.MonkeyPatch, theirs: float, passed: bool
@@ -108,27 +98,3 @@ def test_the_profilers_kernels_are_those_of_the_rounds(
     found = clock.profiler(torch.device("cuda"))
     assert found.passed is passed
     assert found.figures["profiler_ms"] == pytest.approx(theirs)
-
-
-def test_a_profiler_that_sees_nothing_decides_nothing(
-    samples: Callable[[Samples], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples(lambda name, block: [1.0] * clock.ROUNDS)
-    monkeypatch.setattr(work, "attention", lambda spec, device: lambda: None)
-    monkeypatch.setattr(clock, "_kernel_times", lambda run: {})
-    assert clock.profiler(torch.device("cuda")).passed is None
-
-
-def test_a_processors_delay_lasts_until_another_clock_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks = 0
-
-    def now() -> float:
-        nonlocal looks
-        looks += 1
-        return float(looks)
-
-    monkeypatch.setattr(work, "_now", now)
-    work.delay(CPU)(5000.0)()
-    assert looks == 6  # one block first, then blocks until 5 s have passed

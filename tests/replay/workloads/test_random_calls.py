@@ -7,7 +7,6 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from replay.timing.flops import bytes_moved, flops
 from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite
 from replay.workloads.workload import random_workloads
 
@@ -26,23 +25,6 @@ def test_suite_can_have_another_dtype_and_longest_shape() -> None:
     assert {spec.longest for spec in suite("sage", longest=2048)} == {1024, 2048}
     with pytest.raises(ShapeError, match=r"--max-seq 100 excludes every shape of flux.* 4224"):
         suite("flux", longest=100)
-
-
-def test_call_has_the_shape_of_its_spec() -> None:
-    call = replace(SMALL, is_causal=True, dtype=torch.float16).call("cpu", name="mine")
-    assert call.shape == (1, 4, 2, 5, 7, 8, 16)
-    assert (call.dtype, call.is_causal, call.enable_gqa) == (torch.float16, True, True)
-    assert (call.origin.model, call.origin.phase) == ("mine", "synthetic")
-    assert not replace(SMALL, kv_heads=4).call("cpu").enable_gqa
-
-
-def test_sizes_are_known_without_values() -> None:
-    spec = replace(SMALL, is_causal=True, dtype=torch.float16, scale=0.5)
-    call, sizes = spec.call("cpu"), spec.without_values()
-    assert sizes.query.is_meta
-    assert sizes.shape == call.shape
-    assert flops(sizes) == flops(call)
-    assert bytes_moved(sizes) == bytes_moved(call)
 
 
 def test_seed_reproduces_and_every_call_differs() -> None:

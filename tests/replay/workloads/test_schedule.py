@@ -30,22 +30,11 @@ def taken(schedule: Schedule, takers: str) -> list[str]:
     return ["" if each is None else each.name for each in found]
 
 
-def test_single_taker_gets_calls_in_order() -> None:
-    some = calls([64, 512, 64, 4096, 512])
-    assert list(Schedule(some)) == some
-
-
 def test_takers_keep_their_forms_and_then_help_others() -> None:
     schedule = Schedule(calls([64, 64, 64, 512, 4096, 4096]))
     assert taken(schedule, "abab") == ["0:64", "3:512", "1:64", "4:4096"]
     assert taken(schedule, "bb") == ["5:4096", "2:64"]
     assert taken(schedule, "ab") == ["", ""]
-
-
-def test_taker_that_is_ready_for_a_form_gets_it() -> None:
-    schedule = Schedule(calls([64, 512]))
-    schedule.prefer(schedule.calls[1], "a")
-    assert taken(schedule, "ab") == ["1:512", "0:64"]
 
 
 def test_long_calls_come_before_short_ones() -> None:
@@ -82,13 +71,6 @@ def test_long_calls_of_one_form_do_not_keep_one_taker_busy_at_the_end() -> None:
         schedule.prefer(call, taker)
     at = ends(schedule, {call.name: long for call, long in zip(some, each, strict=True)}, "ab")
     assert abs(at["a"] - at["b"]) <= 2.2
-
-
-def test_taker_keeps_its_forms_while_its_calls_are_longer() -> None:
-    schedule = Schedule(calls([64, 64, 512, 512, 512, 512]), seconds=[2, 2, 1, 1, 1, 5])
-    schedule.prefer(schedule.calls[0], "a")
-    schedule.prefer(schedule.calls[2], "b")
-    assert taken(schedule, "aa") == ["0:64", "1:64"]
 
 
 def test_lower_tier_comes_first() -> None:
