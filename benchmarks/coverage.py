@@ -180,7 +180,7 @@ def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
     }
     pairs = len(found)
     verdicts = Counter(each.verdict for each in said["again"])
-    ties = sum(each.is_tie for each in said["again"])
+    ties = sum(not each.differs for each in said["again"])
     slow = sum(each.verdict == "slow" for each in said["slower"])
     taken = median(min(len(ratios), rounds) for pair in found for ratios in pair.values())
     line: dict[str, Any] = {"rounds": int(taken), "pairs": pairs, "same": verdicts["same"]}

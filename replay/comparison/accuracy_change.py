@@ -15,7 +15,7 @@ from replay.rows.errors_of_output import Errors
 from replay.rows.row import Row
 from replay.timing.statistics import median_interval
 
-AccuracyVerdict = Literal["same", "better", "worse", "ambiguous"]
+AccuracyVerdict = Literal["same", "better", "worse", "inconclusive"]
 
 AccuracyReason = Literal[
     "identical",
@@ -101,7 +101,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
     within = median_interval([math.exp(each) for each in finite])
     if within is None:
         if alone is None and 1 / DOUBLED <= ratio <= DOUBLED:
-            return AccuracyChange(ratio, None, None, "ambiguous", "too-few-places")
+            return AccuracyChange(ratio, None, None, "inconclusive", "too-few-places")
         if alone is not None or ratio > 1:
             return AccuracyChange(ratio, None, None, "worse", "error-grew")
         return AccuracyChange(ratio, None, None, "better", "error-shrank")
@@ -117,7 +117,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
         return AccuracyChange(typical, low, high, "same", "within-10-percent")
     if high < 1:
         return AccuracyChange(typical, low, high, "better", "error-shrank")
-    return AccuracyChange(typical, low, high, "ambiguous", "interval-includes-1")
+    return AccuracyChange(typical, low, high, "inconclusive", "interval-includes-1")
 
 
 def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:

@@ -60,7 +60,7 @@ class Pair:
         """Words for all changes, for better or worse; empty if nothing changed."""
         found: set[str] = {self.outcome}
         found |= {change.verdict for change in (self.speed, self.accuracy) if change is not None}
-        return found - {"", "same", "ambiguous"}
+        return found - {"", "same", "inconclusive"}
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
         return None
     ratio = new.figure / old.figure
     if old.within is None or new.within is None:
-        return SpeedChange(ratio, None, None, "ambiguous", "too-few-rounds", basis)
+        return SpeedChange(ratio, None, None, "inconclusive", "too-few-rounds", basis)
     within = ratio_interval(new.figure, new.within, old.figure, old.within)
     return SpeedChange(ratio, *within, *judge(within, spread), basis)
 
@@ -124,7 +124,7 @@ def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | N
     ratios = [each.ratio for each in changes]
     ratio, within, basis = percentile(ratios, 50), independent_interval(ratios), changes[0].basis
     if within is None:
-        return SpeedChange(ratio, None, None, "ambiguous", "too-few-calls", basis)
+        return SpeedChange(ratio, None, None, "inconclusive", "too-few-calls", basis)
     return SpeedChange(ratio, *within, *judge(within, spread), basis)
 
 
@@ -133,11 +133,11 @@ def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedRea
 
     The margin is 3 %, or the spread if that is larger.
 
-        all of it within ±margin             same       within-3-percent, within-spread
-        low > 1 + spread                     fast       interval-above-1
-        high < 1 / (1 + spread)              slow       interval-below-1
-        reaches beyond margin at both ends   ambiguous  noisy
-        otherwise                            ambiguous  interval-includes-1
+        all of it within ±margin             same          within-3-percent, within-spread
+        low > 1 + spread                     fast          interval-above-1
+        high < 1 / (1 + spread)              slow          interval-below-1
+        reaches beyond margin at both ends   inconclusive  noisy
+        otherwise                            inconclusive  interval-includes-1
 
     A kernel therefore counts as faster or slower only if its change exceeds the difference between
     two equal runs.
@@ -151,7 +151,7 @@ def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedRea
     if high < 1 / (1 + spread):
         return "slow", "interval-below-1"
     is_noisy = low <= 1 / margin and high >= margin
-    return "ambiguous", "noisy" if is_noisy else "interval-includes-1"
+    return "inconclusive", "noisy" if is_noisy else "interval-includes-1"
 
 
 def spread_of(pairs: Sequence[tuple[Row, Row]], basis: Basis, source: str) -> Spread | None:

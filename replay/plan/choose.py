@@ -326,7 +326,7 @@ def _best(layer: _Layer, costs: Sequence[_Cost]) -> _Cost:
     return next(
         cost
         for cost in timed
-        if cost is fastest or _is_tie(layer, fastest.choice.kernel, cost.choice.kernel)
+        if cost is fastest or _is_undecided(layer, fastest.choice.kernel, cost.choice.kernel)
     )
 
 
@@ -344,7 +344,7 @@ def _left_out(costs: Iterable[_Cost]) -> dict[str, str]:
     return {kernel: "; ".join(each) for kernel, each in reasons.items()}
 
 
-def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
+def _is_undecided(layer: _Layer, fastest: str, other: str) -> bool:
     """Return True if the rounds of the layer's calls show no relevant difference in speed."""
     paired: list[list[float]] = []
     unpaired: list[bool] = []
@@ -359,7 +359,7 @@ def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
     # A single call without a clear difference is enough for a tie.
     if not all(unpaired):
         return True
-    return speedup_of(*paired).is_tie if paired else not unpaired
+    return not speedup_of(*paired).differs if paired else not unpaired
 
 
 def _is_faster(one: Row, other: Row) -> bool:

@@ -48,13 +48,13 @@ def speedup_text(speedup: Speedup) -> str:
     """Format a speed-up as `1.25× (1.21-1.30)`, `1.00× same`, `1.02× ? (0.95-1.10)` or similar.
 
     The ends of an interval have enough decimals to differ from 1. The question mark indicates an
-    ambiguous verdict.
+    inconclusive verdict.
     """
     if speedup.low is None or speedup.high is None:
         return "too few rounds"
     if speedup.verdict == "same":
         return f"{speedup.ratio:.2f}× same"
-    if speedup.verdict == "ambiguous":
+    if speedup.verdict == "inconclusive":
         high = f"{speedup.high:.2f}" if speedup.high < 10 else f"{speedup.high:.0f}"
         return f"{speedup.ratio:.2f}× ? ({speedup.low:.2f}-{high})"
     digits = 2

@@ -21,7 +21,8 @@ from replay.rows.row import KernelId
 SPEEDUP = "speedup.ratio"
 READING = (
     "each device's speed-up is over its own baseline; fastest: the fastest correct kernel, of the "
-    "exact or of the quantised ones; tied: the rounds cannot distinguish it from the fastest"
+    "exact or of the quantised ones; tied: as fast as the fastest, within a narrow interval; "
+    "inconclusive: it may be as fast, or much slower"
 )
 
 
@@ -122,4 +123,5 @@ def _marks(group: Group) -> dict[KernelId, str]:
     for found in (fastest(group, "exact"), fastest(group, "quantised")):
         if found is not None:
             marks |= {found.kernel: "fastest", **dict.fromkeys(found.ties, "tied")}
+            marks |= dict.fromkeys(found.undecided, "inconclusive")
     return marks

@@ -70,7 +70,7 @@ def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:
     lows = [speedup.low for speedup in found if speedup.low is not None]
     highs = [speedup.high for speedup in found if speedup.high is not None]
     if not lows:
-        return Speedup(ratio, None, None, "ambiguous", "too-few-rounds")
+        return Speedup(ratio, None, None, "inconclusive", "too-few-rounds")
     low, high = percentile(lows, 50), percentile(highs, 50)
     return Speedup(ratio, low, high, *speed_verdict(low, high))
 

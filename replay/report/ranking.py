@@ -17,9 +17,11 @@ class Fastest:
 
     kernel: KernelId
     ties: list[KernelId]
-    """Kernels whose times the rounds cannot distinguish from those of the fastest one."""
+    """Kernels that are as fast, within a narrow interval."""
+    undecided: list[KernelId]
+    """Kernels that may be as fast or much slower: the interval is wide."""
     speedup: Speedup | None
-    """Speed-up over the group's baseline; None if the kernel is the baseline or ties with it."""
+    """Speed-up over the group's baseline; None if the kernel is not faster than the baseline."""
 
 
 def details(group: Group, found: Fastest) -> str:
@@ -29,8 +31,9 @@ def details(group: Group, found: Fastest) -> str:
         text += f" {speedup_text(found.speedup)} vs {group.baseline}"
     if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
         text += f", its mask rewritten as {' or '.join(sorted(words))}"
-    if found.ties:
-        text += f", tied with {first_few(list(map(str, found.ties)), 5)}"
+    for words, kernels in (("tied with", found.ties), ("cannot be told from", found.undecided)):
+        if kernels:
+            text += f", {words} {first_few(list(map(str, kernels)), 5)}"
     return text
 
 
@@ -62,11 +65,9 @@ def fastest(group: Group, accuracy_class: AccuracyClass) -> Fastest | None:
     if not timed:
         return None
     best, *others = sorted(timed, key=lambda kernel: rank(group, kernel))
-    ties = [other for other in others if _is_tie(group, best, other)]
-    ties_with_baseline = best.name == group.baseline or KernelId(group.baseline) in ties
-    return Fastest(best, ties, None if ties_with_baseline else pooled_speedup(group, best))
-
-
-def _is_tie(group: Group, best: KernelId, other: KernelId) -> bool:
-    speedup = pooled_speedup(group, best, over=other)
-    return speedup is not None and speedup.is_tie
+    over = {other: pooled_speedup(group, best, over=other) for other in others}
+    close = [other for other, each in over.items() if each is not None and not each.differs]
+    ties = [other for other in close if (each := over[other]) is not None and each.is_tie]
+    undecided = [other for other in close if other not in ties]
+    is_faster = best.name != group.baseline and KernelId(group.baseline) not in close
+    return Fastest(best, ties, undecided, pooled_speedup(group, best) if is_faster else None)

@@ -27,7 +27,7 @@ Status = Literal[
     "not-timed",
 ]
 
-SpeedVerdict = Literal["same", "fast", "slow", "ambiguous"]
+SpeedVerdict = Literal["same", "fast", "slow", "inconclusive"]
 
 SpeedReason = Literal[
     "within-3-percent",
@@ -37,6 +37,9 @@ SpeedReason = Literal[
     "noisy",
     "too-few-rounds",
 ]
+
+TIE = 1.15
+"""Largest ratio of two times that can still count as a tie."""
 
 UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 """Shape of a call that could not be read."""
@@ -121,7 +124,7 @@ class Speedup:
     ]
     high: Annotated[float | None, Meaning("upper end of that interval", "×")]
     verdict: Annotated[
-        SpeedVerdict, "same (all of the interval within ±3 %), fast, slow, or ambiguous"
+        SpeedVerdict, "same (all of the interval within ±3 %), fast, slow, or inconclusive"
     ]
     reason: Annotated[
         SpeedReason,
@@ -130,9 +133,16 @@ class Speedup:
     ]
 
     @property
+    def differs(self) -> bool:
+        """True if one of the kernels is faster."""
+        return self.verdict in ("fast", "slow")
+
+    @property
     def is_tie(self) -> bool:
-        """True if neither kernel is faster."""
-        return self.verdict in ("same", "ambiguous")
+        """True if neither kernel is faster, and any difference is smaller than `TIE`."""
+        bounds = (self.low, self.high)
+        is_close = all(end is not None and 1 / TIE < end < TIE for end in bounds)
+        return is_close and not self.differs
 
     def holds(self, ratio: float) -> bool:
         """Return True if there is an interval and it contains this ratio."""

@@ -90,7 +90,7 @@ def speedup_of(*calls: Sequence[float]) -> Speedup:
     ratio = percentile([ratio for ratios in calls for ratio in ratios], 50)
     interval = median_interval(*calls)
     if interval is None:
-        return Speedup(ratio, None, None, "ambiguous", "too-few-rounds")
+        return Speedup(ratio, None, None, "inconclusive", "too-few-rounds")
     return Speedup(ratio, *interval, *speed_verdict(*interval))
 
 
@@ -102,12 +102,12 @@ def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Spe
 def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
     """Return the verdict on a ratio's interval, and the reason. The first matching line counts:
 
-        low, high                      verdict    reason
-        both between 1/1.03 and 1.03   same       within-3-percent       1.01-1.02
-        low > 1                        fast       interval-above-1       1.01-1.10
-        high < 1                       slow       interval-below-1       0.90-0.99
-        low ≤ 1/1.03, high ≥ 1.03      ambiguous  noisy                  0.90-1.10
-        otherwise                      ambiguous  interval-includes-1    0.98-1.05
+        low, high                      verdict       reason
+        both between 1/1.03 and 1.03   same          within-3-percent       1.01-1.02
+        low > 1                        fast          interval-above-1       1.01-1.10
+        high < 1                       slow          interval-below-1       0.90-0.99
+        low ≤ 1/1.03, high ≥ 1.03      inconclusive  noisy                  0.90-1.10
+        otherwise                      inconclusive  interval-includes-1    0.98-1.05
 
     If the interval contains the true ratio, a difference above 3 % is therefore never `same`.
     """
@@ -118,7 +118,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
     if high < 1:
         return "slow", "interval-below-1"
     is_noisy = low <= 1 / RELEVANT and high >= RELEVANT
-    return "ambiguous", "noisy" if is_noisy else "interval-includes-1"
+    return "inconclusive", "noisy" if is_noisy else "interval-includes-1"
 
 
 def median_interval(*series: Sequence[float]) -> MedianInterval | None:

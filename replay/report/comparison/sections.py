@@ -24,8 +24,8 @@ LINES = 20
 NAMED = 5
 """Maximum number of kernels named in a sentence."""
 
-SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "ambiguous")
-ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambiguous")
+SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "inconclusive")
+ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "inconclusive")
 FAILING = {"failed", "refused"}
 WORSE = {*FAILING, "worse", "slow"}
 
@@ -74,7 +74,7 @@ def speed_text(change: SpeedChange) -> str:
     if change.low is None or change.high is None:
         return f"{change.ratio:.2f}× {change.verdict}, {change.reason}"
     text = f"{change.ratio:.3f}× ({change.low:.3f}-{change.high:.3f}) {change.verdict}"
-    return f"{text}, {change.reason}" if change.verdict == "ambiguous" else text
+    return f"{text}, {change.reason}" if change.verdict == "inconclusive" else text
 
 
 def accuracy_text(change: AccuracyChange) -> str:
@@ -99,11 +99,11 @@ def _answer(comparison: Comparison) -> str:
     if any(parts):
         return "; ".join(filter(None, parts))
     open_rows = sum(
-        each.speed is not None and each.speed.verdict == "ambiguous" for each in comparison.pairs
+        each.speed is not None and each.speed.verdict == "inconclusive" for each in comparison.pairs
     )
     if open_rows:
-        ambiguous = counted(open_rows, "ambiguous row")
-        return f"no change beyond noise ({ambiguous})"
+        inconclusive = counted(open_rows, "inconclusive row")
+        return f"no change beyond noise ({inconclusive})"
     return "nothing changed"
 
 
@@ -178,7 +178,7 @@ def _counts(comparison: Comparison) -> Table:
         ("accuracy", *(str(accuracy[word]) for word in ACCURACY_WORDS)),
         ("kernels, all calls", *(str(kernels[word]) for word in SPEED_WORDS)),
     ]
-    headings = ("rows", "same", "fast / better", "slow / worse", "ambiguous")
+    headings = ("rows", "same", "fast / better", "slow / worse", "inconclusive")
     return Table(f"{counted(len(comparison.pairs), 'row')} in both", headings, tuple(lines))
 
 

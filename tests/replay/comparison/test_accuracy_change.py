@@ -63,7 +63,7 @@ def test_a_place_among_others_that_scatter_as_much_is_noise() -> None:
         for early, late in zip(olds, news, strict=True)
     ]
     assert max(ratios) > 4
-    assert told(judged(before), judged(after)) == ("ambiguous", "interval-includes-1")
+    assert told(judged(before), judged(after)) == ("inconclusive", "interval-includes-1")
 
 
 def test_a_place_whose_error_stays_tiny_does_not_matter() -> None:
@@ -112,7 +112,7 @@ def test_nan_and_infinities_are_counted(count: str) -> None:
 @pytest.mark.parametrize(
     ("factor", "verdict"),
     [
-        (1.5, ("ambiguous", "too-few-places")),
+        (1.5, ("inconclusive", "too-few-places")),
         (2.5, ("worse", "error-grew")),
         (0.3, ("better", "error-shrank")),
     ],

@@ -39,13 +39,13 @@ def of_kernels(found: Comparison) -> dict[str, SpeedChange]:
         (0.98, 1.02, 0.01, ("same", "within-3-percent")),
         (0.94, 1.05, 0.1, ("same", "within-spread")),
         (1.01, 1.1, 0.0, ("fast", "interval-above-1")),
-        (1.01, 1.1, 0.02, ("ambiguous", "interval-includes-1")),
+        (1.01, 1.1, 0.02, ("inconclusive", "interval-includes-1")),
         (0.9, 0.99, 0.0, ("slow", "interval-below-1")),
-        (0.9, 0.99, 0.02, ("ambiguous", "interval-includes-1")),
+        (0.9, 0.99, 0.02, ("inconclusive", "interval-includes-1")),
         (0.8, 0.9, 0.1, ("slow", "interval-below-1")),
-        (0.8, 0.92, 0.1, ("ambiguous", "interval-includes-1")),
-        (0.9, 1.1, 0.0, ("ambiguous", "noisy")),
-        (0.98, 1.05, 0.0, ("ambiguous", "interval-includes-1")),
+        (0.8, 0.92, 0.1, ("inconclusive", "interval-includes-1")),
+        (0.9, 1.1, 0.0, ("inconclusive", "noisy")),
+        (0.98, 1.05, 0.0, ("inconclusive", "interval-includes-1")),
     ],
 )
 def test_interval_gives_a_verdict(
@@ -89,7 +89,7 @@ def test_rows_that_each_are_too_noisy_say_something_together() -> None:
     after = run("after", {"bad": 0.5 * SLOWER}, kernel_noise=0.06, calls=60)
     found = compare(before, after, NO_SPREAD)
     verdicts = [each.verdict for each in of_rows(found)]
-    assert verdicts.count("ambiguous") > len(verdicts) / 2
+    assert verdicts.count("inconclusive") > len(verdicts) / 2
     assert of_kernels(found)["bad"].verdict == "slow"
 
 

@@ -218,6 +218,19 @@ def test_classes_are_ranked_apart() -> None:
     assert "fastest" not in report(rows[:2])
 
 
+def test_kernel_that_may_be_several_times_slower_is_not_tied() -> None:
+    facts, close = call("a"), (1.0, 1.02, 0.98, 1.01, 0.99, 1.0)
+    rows = [
+        row("base", facts, (1.0,) * 6),
+        row("close", facts, close, against=(1.0,) * 6),
+        row("noisy", facts, (0.4, 5.0, 0.5, 6.0, 1.1, 4.0), against=(1.0,) * 6),
+        row("sage", facts, close),
+    ]
+    rows[-1] = replace(rows[-1], accuracy_class="quantised")  # so that a ranking is printed
+    text = report([replace(each, accuracy_class=each.accuracy_class or "exact") for each in rows])
+    assert "base, tied with close, cannot be told from noisy" in " ".join(text.split())
+
+
 def test_lines_of_the_fastest_name_their_calls() -> None:
     """Names consist of model, phase and shape; more is added if groups share all three."""
     kinds = [

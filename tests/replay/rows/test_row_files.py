@@ -56,6 +56,14 @@ def test_invalid_value_is_refused() -> None:
             assert type(value) is type(original) or is_number, (path, value)
 
 
+def test_verdict_of_earlier_versions_is_read() -> None:
+    data = row_to_json(full_row())
+    data["speedup"]["verdict"] = "ambiguous"
+    read = row_from_json(data).speedup
+    assert read is not None
+    assert read.verdict == "inconclusive"
+
+
 @pytest.mark.parametrize("samples", [[], [1.0, 0.0], [1.0, -1.0]])
 def test_time_without_samples_is_refused(tmp_path: Path, samples: list[float]) -> None:
     data = row_to_json(full_row())

@@ -51,9 +51,9 @@ def test_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> None:
         (1.03, 1.031, "fast", "interval-above-1"),
         (1 / 1.03, 0.99, "slow", "interval-below-1"),
         (0.5, 0.9, "slow", "interval-below-1"),
-        (0.99, 1.03, "ambiguous", "interval-includes-1"),
-        (0.9, 1.0, "ambiguous", "interval-includes-1"),
-        (0.9, 1.1, "ambiguous", "noisy"),
+        (0.99, 1.03, "inconclusive", "interval-includes-1"),
+        (0.9, 1.0, "inconclusive", "interval-includes-1"),
+        (0.9, 1.1, "inconclusive", "noisy"),
     ],
 )
 def test_verdict_follows_from_the_interval(
@@ -64,7 +64,7 @@ def test_verdict_follows_from_the_interval(
 
 def test_below_six_rounds_there_is_no_interval() -> None:
     assert paired_speedup([2.0] * 5, [1.0] * 5) == Speedup(
-        2.0, None, None, "ambiguous", "too-few-rounds"
+        2.0, None, None, "inconclusive", "too-few-rounds"
     )
     assert not paired_speedup([2.0] * 5, [1.0] * 5).holds(2.0)
     assert paired_speedup([2.0] * 6, [1.0] * 6).verdict == "fast"
