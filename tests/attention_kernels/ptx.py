@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -107,6 +107,7 @@ def _value(operand: str, registers: dict[str, Tensor]) -> Tensor:
 
 
 COMPILE = """
+import os
 from dataclasses import replace
 import torch
 from benchmarks.attention_kernels.other_gpus import as_if_on
@@ -117,40 +118,29 @@ from replay.workloads.random_calls import Spec
 def empty(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
-call = replace(Spec(*{sizes}, is_causal={is_causal}).without_values(), {fields})
-with as_if_on("9.0"), torch.no_grad():
-    find({kernel!r}).attention(**call.arguments())
+for number, (kernel, sizes, is_causal, fields) in enumerate({calls}):
+    os.environ["TRITON_CACHE_DIR"] = os.path.join({directory!r}, str(number))
+    call = replace(Spec(*sizes, is_causal=is_causal).without_values(), **eval(f"dict({{fields}})"))
+    with as_if_on("9.0"), torch.no_grad():
+        find(kernel).attention(**call.arguments())
 """
 
+Compiled = tuple[str, tuple[int, ...], bool, str]
+"""Kernel, sizes of the call (B, Hq, Hkv, Sq, Sk, D, Dv), whether it is causal, and further fields
+of the call, as the source of keyword arguments."""
 
-def compiled_for_hopper(
-    directory: Path,
-    kernel: str,
-    sizes: tuple[int, ...],
-    program: str,
-    *,
-    is_causal: bool = False,
-    fields: str = "",
-) -> Path:
-    """Compile a kernel in another process, which needs no GPU, and return the file of its PTX.
 
-    Args:
-        directory: an empty folder, which becomes Triton's cache.
-        sizes: sizes of the call (B, Hq, Hkv, Sq, Sk, D, Dv).
-        fields: further fields of the call, as the source of keyword arguments.
-    """
-    script = COMPILE.format(sizes=sizes, is_causal=is_causal, fields=fields, kernel=kernel)
+def compile_for_hopper(directory: Path, calls: Sequence[Compiled]) -> None:
+    """Compile kernels in another process, which needs no GPU, each into a numbered folder."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment | {"TRITON_CACHE_DIR": str(directory)},
+        [sys.executable, "-c", COMPILE.format(calls=calls, directory=str(directory))],
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (found,) = directory.rglob(f"{program}.ptx")
-    return found
 
 
 def unfenced_arrivals(program: str) -> list[str]:

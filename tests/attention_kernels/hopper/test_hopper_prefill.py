@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.attention_kernels.ptx import compiled_for_hopper, unfenced_arrivals
+from tests.attention_kernels.ptx import Compiled, compile_for_hopper, unfenced_arrivals
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import hopper_prefill
@@ -32,35 +33,42 @@ PACKED = (
     "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
     "variant=AttentionVariant(max_seqlen_q=4096, max_seqlen_k=4096)"
 )
-COMPILED = [
-    (64, 64, 4, 1024, "triton-fa3", "variant=AttentionVariant(True, (127, None))"),
-    (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
-    (128, 128, 1, 4096, "triton-fa3", ""),
-    (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
-    (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
-    (192, 128, 1, 4096, "triton-fa3", ""),
-    (256, 256, 1, 4096, "triton-fa3", "variant=AttentionVariant(softcap=50.0)"),
-    (128, 128, 1, 4096, "triton-varlen", PACKED),
+COMPILED: list[Compiled] = [
+    (kernel, (1, group, 1, length, length, head_dim, v_head_dim), True, fields)
+    for head_dim, v_head_dim, group, length, kernel, fields in (
+        (64, 64, 4, 1024, "triton-fa3", "variant=AttentionVariant(True, (127, None))"),
+        (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
+        (128, 128, 1, 4096, "triton-fa3", ""),
+        (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
+        (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
+        (192, 128, 1, 4096, "triton-fa3", ""),
+        (256, 256, 1, 4096, "triton-fa3", "variant=AttentionVariant(softcap=50.0)"),
+        (128, 128, 1, 4096, "triton-varlen", PACKED),
+    )
+]
+QUANTISED: list[Compiled] = [
+    ("triton-fp8", (1, group, 1, 1024, 1024, head_dim, head_dim), False, "")
+    for head_dim, group in ((64, 4), (128, 1))
 ]
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Compiled, str], Path]:
+    """`compiled(call, program)` returns the file of a program's PTX; all come from one process."""
+    directory, calls = tmp_path_factory.mktemp("compiled"), [*COMPILED, *QUANTISED]
+    compile_for_hopper(directory, calls)
+
+    def file(call: Compiled, program: str) -> Path:
+        (found,) = (directory / str(calls.index(call))).rglob(f"{program}.ptx")
+        return found
+
+    return file
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "v_head_dim", "group", "kv_len", "kernel", "fields"), COMPILED
-)
-def test_it_compiles_for_hopper(
-    head_dim: int,
-    v_head_dim: int,
-    group: int,
-    kv_len: int,
-    kernel: str,
-    fields: str,
-    tmp_path: Path,
-) -> None:
-    sizes = (1, group, 1, kv_len, kv_len, head_dim, v_head_dim)
-    program = compiled_for_hopper(
-        tmp_path, kernel, sizes, "prefill_kernel", is_causal=True, fields=fields
-    )
+@pytest.mark.parametrize("call", COMPILED, ids=str)
+def test_it_compiles_for_hopper(compiled: Callable[[Compiled, str], Path], call: Compiled) -> None:
+    program = compiled(call, "prefill_kernel")
     text = program.read_text()
     assert "wgmma.mma_async" in text
     assert "cp.async.bulk.tensor.4d" in text
@@ -71,19 +79,18 @@ def test_it_compiles_for_hopper(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "group", "kv_len"), [(64, 4, 1024), (128, 1, 1024)])
+@pytest.mark.parametrize("call", QUANTISED, ids=str)
 def test_8_bit_kernel_has_no_barriers_but_those_in_use(
-    head_dim: int, group: int, kv_len: int, tmp_path: Path
+    compiled: Callable[[Compiled, str], Path], call: Compiled
 ) -> None:
     """The memory of unused barriers also holds outputs, and another user of a shared GPU may
     overwrite it."""
-    sizes = (1, group, 1, kv_len, kv_len, head_dim, head_dim)
-    program = compiled_for_hopper(tmp_path, "triton-fp8", sizes, "quantised_hopper_kernel")
+    _, group, _, _, kv_len, head_dim, _ = call[1]
     tile = tile_for(head_dim, group, kv_len)
     queries = 2 * tile.consumers  # two barriers each, full and empty
     full = 2 * tile.stages  # barriers of keys and of values
     empty = 0 if tile.consumers == CONSUMERS_NAMED else full
-    text = program.read_text()
+    text = compiled(call, "quantised_hopper_kernel").read_text()
     assert text.count("mbarrier.init") == queries + full + empty
     assert unfenced_arrivals(text) == []
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +16,6 @@ from replay.cli.main import main
 from replay.cli.requests import recorded_calls, request_of
 
 QUICK: dict[str, Any] = {"device": "cpu", "rounds": 3, "workers": False, "progress": False}
-
-
-@pytest.mark.slow
-def test_script_needs_no_main_guard_for_workers(recorded: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import attention_replay as ar\n"
-        f"rows = ar.replay({str(recorded)!r}, kernels=['torch-math', 'torch-flash'],\n"
-        "                 device='cpu', rounds=3)\n"
-        "print(len(rows), rows.best()[0].call.name)\n"
-    )
-    root = Path(ar.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, script], env={"PYTHONPATH": str(root)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "6 model-000000\n"
 
 
 @pytest.mark.parametrize("kernels", ["torch-math,torch-flash", ["torch-math", "torch-flash"]])

@@ -14,8 +14,6 @@ from capture.storage.dataset import Dataset
 from replay.cli.main import main
 
 MODEL = """
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -45,8 +43,6 @@ def build():
     start = torch.randn(1, 16, 32)
 
     def run():
-        if Path(__file__).with_name("broken").exists():
-            raise ValueError("the model is broken")
         x = start
         for step in range(4):
             x = model(x, timestep=step)
@@ -123,11 +119,10 @@ def capture_record(workshop: Path) -> CaptureRecord:
 
 
 def check(workshop: Path, told: Path, kernels: str, *options: str) -> dict[str, dict[str, Any]]:
-    """Return the command's `--checks` by kernel. Without `kernels`, the command chooses them."""
+    """Return the command's `--checks` by kernel."""
+    names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
     arguments = ["verify", "--dir", "recorded", "--trust-code", "--checks", str(told)]
-    if kernels:
-        names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
-        arguments += ["--kernels", names]
+    arguments += ["--kernels", names]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workshop)
         with pytest.raises(SystemExit) as stopped:

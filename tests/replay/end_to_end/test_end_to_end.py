@@ -109,33 +109,6 @@ def test_a_plan_is_run_with_the_kernels_it_names(told: Told) -> None:
     assert (calls["swapped"], calls["own"]) == (4, CALLS - 4)
 
 
-@pytest.mark.slow
-def test_kernels_of_a_plan_run_by_default(workshop: Path, plan: Path, tmp_path: Path) -> None:
-    few = ("--rounds", "3", "--model-rounds", "3", "--plan", str(plan))
-    found = check(workshop, tmp_path / "told.jsonl", "", *few)
-    assert list(found) == ["the model's own", "wrong", "plan.json"]
-
-
-@pytest.mark.slow
-def test_model_that_fails_with_its_own_attention_is_reported(
-    workshop: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(workshop)
-    (workshop / "broken").touch()
-    try:
-        arguments = ["verify", "--dir", "recorded", "--trust-code", "--rounds", "3"]
-        with pytest.raises(SystemExit) as stopped:
-            main([*arguments, "--kernels", "torch-math"])
-    finally:
-        (workshop / "broken").unlink()
-    assert stopped.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == (
-        "replay verify: model.py:build: the model fails with its own attention: "
-        "ValueError: the model is broken"
-    )
-
-
 def test_explanation_has_the_measured_figures(
     told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

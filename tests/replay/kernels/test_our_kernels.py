@@ -86,21 +86,15 @@ def test_fp8_needs_a_gpu_that_has_it(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
-@pytest.mark.parametrize(
-    "place", [pytest.param((), marks=pytest.mark.slow, id="worker"), ("--in-process",)]
-)
 def test_recorded_calls_are_checked_and_never_timed(
-    place: tuple[str, ...],
     recorded: Path,
     run_cli: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The whole command runs, with a worker that interprets Triton."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     code, out, err = run_cli(
         *("--dir", str(recorded), "--device", "cpu", "--json", "-", "--check"),
-        *("--kernels", "triton-fa2,torch-math", "--rounds", "3"),
-        *place,
+        *("--kernels", "triton-fa2,torch-math", "--rounds", "3", "--in-process"),
     )
     assert code == 0, err
     found = [json.loads(line) for line in out.splitlines()]
