@@ -74,15 +74,6 @@ def test_option_is_declared_once() -> None:
     assert twice <= OTHER_MEANINGS
 
 
-def test_argparse_is_imported_by_command_lines_alone() -> None:
-    root = Path(cli.__file__).parents[2]
-    for package in ("capture", "replay", "attention_kernels", "attention_replay"):
-        for path in (root / package).rglob("*.py"):
-            folder = path.relative_to(root).parts[1]
-            is_command_line = folder in ("cli", "command_line")
-            assert is_command_line or "import argparse" not in path.read_text("utf-8"), path
-
-
 @pytest.mark.parametrize(("flag", "replacement"), REPLACEMENTS.items())
 def test_former_flag_names_its_replacement(run_cli: RunCli, flag: str, replacement: str) -> None:
     code, out, err = run_cli("--dir", "recorded", flag, "x")

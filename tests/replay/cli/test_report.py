@@ -67,8 +67,6 @@ def test_page_of_stored_rows_goes_to_stdout(
             "there is no file nowhere.jsonl: write one with `replay --json",
         ),
         (("ROWS", "-o", "nowhere/out.html"), "cannot write nowhere/out.html: create its directory"),
-        (("ROWS", "-o", "."), "cannot write .: it is a directory"),
-        (("ROWS", "-o", "n" * 300), "cannot write nnn"),
         (("ROWS", "-o", "./rows.jsonl"), "--out would overwrite ./rows.jsonl: name another file"),
         (
             ("ROWS", "-o", "checks.jsonl", "--checks", "checks.jsonl"),
@@ -76,7 +74,6 @@ def test_page_of_stored_rows_goes_to_stdout(
         ),
         (("checks.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),
         (("ROWS", "-o", "out.html", "--checks", "ROWS"), "was not written by `replay verify"),
-        (("ROWS", "-o", "out.html", "--checks", "."), "cannot read .: Is a directory"),
         (("ROWS", "-o", "out.html", "--checks", "deep.jsonl"), "was not written by `replay verify"),
         (("ROWS", "-o", "out.html", "--outputs", "."), "give --checks FILE too"),
         (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),

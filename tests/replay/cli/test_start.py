@@ -114,9 +114,3 @@ def test_suspicious_name_is_looked_up_before_a_process_starts(
 def test_plausible_arguments_start_processes(recorded: Path, options: tuple[str, ...]) -> None:
     events, _ = before_torch("--dir", str(recorded), *options)
     assert [event[0] for event in events] == ["start"] * 2 + ["prepare"] * 3 + ["t"]
-
-
-def test_unfinished_recording_may_have_more_calls(recorded: Path, tmp_path: Path) -> None:
-    (recorded / "other.journal").write_text("")
-    events, _ = before_torch("--dir", str(recorded), "--call", "other-000007")
-    assert len(events) == 6

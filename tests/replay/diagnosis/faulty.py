@@ -168,10 +168,6 @@ def one_row_off(query, key, value, *others, **options):
     return output
 
 
-def too_long(query, key, value, *others, **options):
-    return 1.5 * right(query, key, value, *others, **options)
-
-
 def wrong_once(query, key, value, *others, **options):
     output = right(query, key, value, *others, **options)
     if "called" not in _kept:

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import doctor_score
 from benchmarks.doctor_score import Grade, diagnose, line
-from tests.replay.doctor_faults.answers import FAULTS, Fault
-from tests.replay.doctor_faults.recordings import RECORDINGS
+from tests.replay.doctor_faults.answers import Fault
 
 FAULT = Fault("late-sink", "f", "r", layers=(1, 2), steps=(1,), head=3)
 
@@ -65,15 +64,3 @@ def test_failed_command_gives_no_answer(
     monkeypatch.setattr(doctor_score.subprocess, "run", run)
     with pytest.raises(RuntimeError, match=why):
         diagnose(tmp_path, ["k"], tmp_path / "out.json")
-
-
-FIRST_OF_EACH_CAUSE = {fault.cause: fault for fault in reversed(FAULTS)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cause", ["stale-graph"])
-def test_the_doctor_names_a_fault(cause: str, tmp_path: Path) -> None:
-    fault = FIRST_OF_EACH_CAUSE[cause]
-    RECORDINGS[fault.recording].write(tmp_path / "recorded")
-    findings = diagnose(tmp_path / "recorded", [fault.kernel], tmp_path / "found.json")
-    assert Grade.of(fault, findings).right, findings

@@ -189,15 +189,6 @@ def test_every_two_kernels_share_a_baseline_run() -> None:
         assert speedup.holds(2)
 
 
-def test_failed_kernels_need_no_baseline_runs() -> None:
-    names = ["a", "b", "c", "d", "e"]
-    own, *_, e = checked(Pretended(errors=dict.fromkeys(names[:4], 0)), *names, rounds=4)
-    assert own.measured[RUN].ms.n == e.measured[RUN].ms.n == 4
-    own, *failed = checked(Pretended(errors=dict.fromkeys(names, 1)), *names, rounds=4)
-    assert own.measured[RUN].ms.n == 3 + 3  # in the round of the failures, and in later rounds
-    assert all(each.status == "error" for each in failed)
-
-
 def test_other_kernels_are_warmed_up_again_after_a_crash() -> None:
     process = Pretended(deaths={"a": 2})
     own, a, b = checked(process, "a", "b")

@@ -331,12 +331,3 @@ def test_launch_bound_model_gains_what_the_host_gains(
         1.5 - 10 * (100 - predicted_ms) / 1000
     )
     assert prediction.run.waiting_share == pytest.approx(0.4 if busy == 40 else 0.0)
-
-
-def test_the_scatter_of_the_costliest_call_is_a_clue() -> None:
-    call, cheap = facts("a", "layers.0"), facts("b", "layers.1")
-    rows = [row("old", call, [10.0, 10.0, 10.0, 40.0, 40.0]), row("new", call, 5.0)]
-    rows += [row("old", cheap, [1.0, 1.0, 1.0, 90.0, 90.0]), row("new", cheap, 1.0)]
-    counted = census(("layers.0", "denoise", 64, 3), ("layers.1", "denoise", 64, 1))
-    assert predicted(counted, rows).run.clues.scatter == 4
-    assert predicted(census(("layers.0", "denoise", 64, 1)), rows[:2]).run.clues.scatter == 4

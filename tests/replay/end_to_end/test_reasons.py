@@ -59,14 +59,6 @@ def test_close_prediction_needs_no_reason() -> None:
     assert reasons(made(measured=0.81)) == []
 
 
-def test_missing_predictions_and_measurements_have_no_reasons() -> None:
-    assert reasons(made(new_seconds=None, speedup=None)) == []
-    for name, value in (("prediction", None), ("measured", {})):
-        checked = made()
-        setattr(checked, name, value)
-        assert reasons(checked) == []
-
-
 def test_unknown_cause_is_stated() -> None:
     checked = made()
     checked.attention_seconds = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected
-from replay.kernels.adapters import fa3, torch_activated, torch_varlen
+from replay.kernels.adapters import fa3, torch_activated
 from replay.kernels.registry import catalogue
 from tests.factories import random_call
 from tests.replay.kernels.kinds import (
@@ -334,25 +334,6 @@ def test_torchs_varlen_attn(unavailable: Unavailable) -> None:
     taken = PACKED | LENGTHS | {"packed, key lengths"} | PAGES | PAGES_PACKED
     assert verify_variants("torch-varlen") == taken
     assert unavailable("torch-varlen") is None
-
-
-def test_an_older_varlen_attn(install: Install, unavailable: Unavailable) -> None:
-    """Test `varlen_attn` of PyTorch 2.10, and a version without grouped heads."""
-
-    def without_windows(query: Tensor, is_causal: bool = False) -> None: ...
-
-    def without_groups(query: Tensor, window_size: tuple[int, int] = (-1, -1)) -> None: ...
-
-    install("torch.nn.attention.varlen", varlen_attn=without_windows)
-    assert unavailable("torch-varlen") == (
-        f"needs PyTorch 2.11, whose varlen_attn has windows (this is {torch.__version__})"
-    )
-    install("torch.nn.attention.varlen", varlen_attn=without_groups)
-    torch_varlen._parameters.cache_clear()
-    assert unavailable("torch-varlen") is None
-    assert catalogue()["torch-varlen"].refuses(LIBRARY_CALLS["packed"]) == (
-        f"the varlen_attn of PyTorch {torch.__version__} has no enable_gqa"
-    )
 
 
 def test_quantise_keeps_what_float8_can() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from replay.kernels import kernel_names
-from replay.kernels.kernel_names import look_known, parts
+from replay.kernels.kernel_names import look_known
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,3 @@ def test_names_of_installed_packages_are_known(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernel_names.importlib.metadata, "entry_points", lambda group: offered)
     assert look_known("plugged,flex")
     assert not look_known("plugged,nosuch")
-
-
-def test_a_comma_in_brackets_separates_options() -> None:
-    assert parts(" a ,b[x=1,y=2],, c*") == ["a", "b[x=1,y=2]", "c*"]

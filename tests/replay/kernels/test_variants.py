@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -65,9 +63,3 @@ def test_unknown_features_are_refused_by_name(kernel: Kernel) -> None:
         assert kernel.refuses(call) == f"has no {' and no '.join(unknown)}"
         with pytest.raises((NotImplementedError, TypeError, ImportError)):
             kernel.attention(**call.arguments())
-
-
-def test_an_unknown_feature_is_refused_at_registration() -> None:
-    options: dict[str, Any] = {"features": frozenset({"windows"})}
-    with pytest.raises(ValueError, match="unknown feature windows"):
-        Kernel("mine", lambda **arguments: torch.zeros(1), **options)

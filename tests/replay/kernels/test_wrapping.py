@@ -16,7 +16,7 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES as KNOWN
 from capture.call.attention_variant import VARIANT_TENSORS, AttentionVariant
 from capture.hooks.interceptor import Arguments, bind
-from replay.kernels.constraints import no_dropout, no_mask
+from replay.kernels.constraints import no_mask
 from replay.kernels.registry import Kernel, catalogue
 from replay.kernels.wrapping import drop_in
 
@@ -36,18 +36,6 @@ class Recorder(list[Arguments]):
     def __call__(self, arguments: Arguments) -> Tensor:
         self.append(arguments)
         return arguments.query
-
-
-def test_arguments_arrive_however_they_are_passed(make_call: MakeCall) -> None:
-    call = make_call(q_heads=4, kv_heads=2, attn_mask=torch.ones(9, 13), scale=0.3)
-    seen = Recorder()
-    attention = drop_in(seen, (no_dropout,))
-    tensors = (call.query, call.key, call.value, call.attn_mask)
-    assert attention(*tensors, 0.0, True, scale=0.3, enable_gqa=True) is call.query
-    attention(**{**call.arguments(), "is_causal": True})
-    attention(*tensors[:3])
-    assert seen[0] == seen[1] == Arguments(*tensors, 0.0, True, 0.3, True)
-    assert seen[2] == Arguments(*tensors[:3], None, 0.0, False, None, False)
 
 
 def test_a_causal_bias_is_what_it_says_and_no_mask(make_call: MakeCall) -> None:
