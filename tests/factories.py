@@ -292,6 +292,7 @@ def full_row() -> Row:
         reference_summary=summary,
         peak_bytes=12,
         programs=(Program("kernel", 32, 0, 1024, 4),),
+        processor_share=0.97,
         gpu_before=state,
         gpu_during=state,
         machine=Machine(*["x"] * 9),

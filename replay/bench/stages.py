@@ -22,7 +22,7 @@ from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row, Spee
 from replay.timing import flops
 from replay.timing.energy import EnergyBlock
 from replay.timing.rounds import Samples
-from replay.timing.statistics import paired_speedup, summarize
+from replay.timing.statistics import speedup_between, summarize
 from replay.timing.timer import TIMERS
 
 NO_ENERGY = "no energy: "
@@ -137,7 +137,7 @@ def make_row(
     is_timed = reverified.finding.status in ("ok", "inaccurate")
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not reverified.core_fault else None
-    time_ms = None if samples is None else summarize(samples.ms)
+    time_ms = None if samples is None else summarize(samples.ms, samples.interrupted)
     layer_host_ms = None
     if samples is not None and samples.layer_host_ms:
         layer_host_ms = summarize(samples.layer_host_ms)
@@ -154,6 +154,8 @@ def make_row(
         flags.append(f"no core time: {reverified.core_fault}")
     if timed.no_energy:
         flags.append(f"{NO_ENERGY}{timed.no_energy}")
+    if samples is not None and (sentence := samples.interruption):
+        flags.append(sentence)
     if samples is not None and samples.is_over_time:
         flags.append("took longer than --max-seconds")
     if is_above:
@@ -190,6 +192,7 @@ def make_row(
         output_summary=checked.output_summary,
         reference_summary=checked.reference_summary,
         programs=checked.programs,
+        processor_share=None if samples is None else samples.processor_share,
         gpu_before=None if timed.samples is None else timed.samples.gpu_before,
         gpu_during=None if timed.samples is None else timed.samples.gpu_during,
         timer="" if samples is None else TIMERS[settings.device.type, settings.cache],
@@ -207,7 +210,10 @@ def _energy(block: EnergyBlock, call: AttentionCall) -> Energy:
 def _speedup(reverified: ReverifiedKernel, baseline: ReverifiedKernel | None) -> SpeedupOver | None:
     if baseline is None or reverified is baseline:
         return None
-    if not (baseline.ms and reverified.ms):
+    before, after = baseline.timed.samples, reverified.timed.samples
+    if before is None or after is None or not (baseline.ms and reverified.ms):
         return None
-    found = paired_speedup(baseline.ms, reverified.ms)
+    found = speedup_between(
+        (summarize(before.ms, before.interrupted), summarize(after.ms, after.interrupted))
+    )
     return SpeedupOver(**vars(found), vs=baseline.timed.checked.kernel.name)

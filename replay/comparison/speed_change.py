@@ -185,7 +185,7 @@ def _have_same_baseline(before: Row, after: Row) -> bool:
 def _time(row: Row) -> _Figure | None:
     if row.time_ms is None:
         return None
-    return _Figure(row.time_ms.p50, median_interval(row.time_ms.samples))
+    return _Figure(row.time_ms.p50, median_interval(row.time_ms.whole))
 
 
 def _speedup(row: Row) -> _Figure | None:

@@ -14,7 +14,7 @@ from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.plan.plan import METRICS, Budget, LayerChoice, Plan, PlanError, Worst
 from replay.plan.plan_device import measured_on
 from replay.rows.row import HERE, KernelId, Row, Status
-from replay.timing.statistics import MedianInterval, paired_ratios, speed_verdict, speedup_of
+from replay.timing.statistics import MedianInterval, speed_verdict, speedup_between
 
 
 class _Cost(NamedTuple):
@@ -346,7 +346,7 @@ def _left_out(costs: Iterable[_Cost]) -> dict[str, str]:
 
 def _is_undecided(layer: _Layer, fastest: str, other: str) -> bool:
     """Return True if the rounds of the layer's calls show no relevant difference in speed."""
-    paired: list[list[float]] = []
+    paired = []
     unpaired: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
         old, new = layer.row(call, other), layer.row(call, fastest)
@@ -355,11 +355,11 @@ def _is_undecided(layer: _Layer, fastest: str, other: str) -> bool:
         if not old.shares_rounds(new):
             unpaired.append(_is_faster(new, old))
             continue
-        paired.append(paired_ratios(old.time_ms.samples, new.time_ms.samples))
+        paired.append((old.time_ms, new.time_ms))
     # A single call without a clear difference is enough for a tie.
     if not all(unpaired):
         return True
-    return not speedup_of(*paired).differs if paired else not unpaired
+    return not speedup_between(*paired).differs if paired else not unpaired
 
 
 def _is_faster(one: Row, other: Row) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from replay.report.groups import Group
 from replay.rows.row import KernelId, Row, Speedup
-from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
+from replay.timing.statistics import percentile, speed_verdict, speedup_between
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None)
     """
     baseline = KernelId(group.baseline, kernel.environment)
     partners = {row.call.name: row for row in group.rows.get(over or baseline, ())}
-    calls: list[list[float]] = []
+    calls = []
     for row in group.rows[kernel]:
         partner = partners.get(row.call.name)
         if partner is None or not (row.is_correct and partner.is_correct):
@@ -57,8 +57,8 @@ def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None)
         if not row.shares_rounds(partner):
             return _typical_speedup(group, kernel) if over in (None, baseline) else None
         if row.time_ms is not None and partner.time_ms is not None:
-            calls.append(paired_ratios(partner.time_ms.samples, row.time_ms.samples))
-    return speedup_of(*calls) if calls else None
+            calls.append((partner.time_ms, row.time_ms))
+    return speedup_between(*calls) if calls else None
 
 
 def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:

@@ -35,6 +35,7 @@ SpeedReason = Literal[
     "interval-below-1",
     "interval-includes-1",
     "noisy",
+    "interrupted",
     "too-few-rounds",
 ]
 
@@ -106,6 +107,14 @@ class TimeSummary:
     n: Annotated[int, Meaning("number of samples of", "samples")]
     samples: tuple[float, ...]
     """Time of each round; only in JSON."""
+    interrupted: tuple[int, ...] = ()
+    """Rounds in which other programs interrupted the sample; only in JSON. The figures above leave
+    these rounds out if enough others remain."""
+
+    @property
+    def whole(self) -> tuple[float, ...]:
+        """Samples without an interruption."""
+        return tuple(ms for at, ms in enumerate(self.samples) if at not in self.interrupted)
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,8 @@ class Speedup:
     reason: Annotated[
         SpeedReason,
         "within-3-percent, interval-above-1, interval-below-1, interval-includes-1, noisy (could "
-        "be 3 % faster and 3 % slower), or too-few-rounds",
+        "be 3 % faster and 3 % slower), interrupted (other programs interrupted too many samples), "
+        "or too-few-rounds",
     ]
 
     @property
@@ -408,6 +418,15 @@ class Row:
         "Triton programs launched: name, registers and spills per thread, shared bytes and warps "
         "per block (--metric resources)",
     ] = ()
+    processor_share: Annotated[
+        float | None,
+        Meaning(
+            "share of a sample's time in which none of the kernel's threads waited for a "
+            "processor, median over the samples; samples below 90 % are repeated or left out (CPU "
+            "only)",
+            columns=(Column("machine", "clocks", "CPU share", digits(".0%")),),
+        ),
+    ] = None
     gpu_before: Annotated[GpuState | None, "{} before the timed rounds"] = None
     gpu_during: Annotated[
         GpuState | None,

@@ -16,7 +16,7 @@ import torch
 from replay.rows.row import GpuState
 from replay.timing.defaults import MINIMUM_ROUNDS, ROUNDS, SECONDS
 from replay.timing.statistics import median_interval
-from replay.timing.timer import Cache, Candidate, Function, Timer, timer_for
+from replay.timing.timer import Budget, Cache, Candidate, Function, Timer, timer_for
 
 K = TypeVar("K", bound=Hashable)
 """Key of a candidate."""
@@ -67,10 +67,27 @@ class Samples:
     """True if even the minimum number of rounds took longer than `max_seconds`."""
     error: BaseException | None
     """Error that the candidate was dropped for, if any; `ms` has the rounds before the error."""
+    shares: tuple[float, ...]
+    """Share of each sample's time in which no thread waited for a processor; empty on a GPU."""
+    interrupted: tuple[int, ...]
+    """Rounds whose sample other programs interrupted."""
     gpu_before: GpuState | None
     """GPU state before the first round, the same for all candidates."""
     gpu_during: GpuState | None
     """GPU state during the last round."""
+
+    @property
+    def processor_share(self) -> float | None:
+        """Median of `shares`; None on a GPU."""
+        return statistics.median(self.shares) if self.shares else None
+
+    @property
+    def interruption(self) -> str:
+        """Sentence for a candidate with too few whole samples; empty otherwise."""
+        count, total = len(self.interrupted), len(self.ms)
+        if total - count >= min(MINIMUM_ROUNDS, total):
+            return ""
+        return f"busy machine: {count} of {total} samples were interrupted"
 
 
 def measure(
@@ -111,7 +128,8 @@ def measure(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
     timer = timer_for(device, cache, calls_before)
-    entered = {key: Candidate(function) for key, function in candidates.items()}
+    budget = Budget(max_seconds * len(candidates))
+    entered = {key: Candidate(function, budget=budget) for key, function in candidates.items()}
     if observer is not None:
         for key, candidate in entered.items():
             candidate.before = partial(observer.before, key)
@@ -133,6 +151,8 @@ def measure(
             warm_up_calls=len(candidate.warm_up_ms),
             is_over_time=candidate.is_over_time,
             error=candidate.error,
+            shares=tuple(candidate.shares),
+            interrupted=tuple(candidate.interrupted),
             gpu_before=gpu_before,
             gpu_during=gpu_during,
         )

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,19 +62,26 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
-def summarize(samples: Sequence[float]) -> TimeSummary:
+def summarize(samples: Sequence[float], interrupted: Iterable[int] = ()) -> TimeSummary:
     """Summarise `samples` (milliseconds).
+
+    Args:
+        interrupted: rounds to leave out if at least `MINIMUM_ROUNDS` others remain.
 
     Raises:
         ValueError: there are no samples.
     """
+    left_out = set(interrupted)
+    used = [ms for at, ms in enumerate(samples) if at not in left_out]
+    used = list(samples) if len(used) < MINIMUM_ROUNDS else used
     return TimeSummary(
-        p10=percentile(samples, 10),
-        p50=percentile(samples, 50),
-        p90=percentile(samples, 90),
-        iqr=percentile(samples, 75) - percentile(samples, 25),
-        n=len(samples),
+        p10=percentile(used, 10),
+        p50=percentile(used, 50),
+        p90=percentile(used, 90),
+        iqr=percentile(used, 75) - percentile(used, 25),
+        n=len(used),
         samples=tuple(samples),
+        interrupted=tuple(sorted(left_out)),
     )
 
 
@@ -92,6 +100,25 @@ def speedup_of(*calls: Sequence[float]) -> Speedup:
     if interval is None:
         return Speedup(ratio, None, None, "inconclusive", "too-few-rounds")
     return Speedup(ratio, *interval, *speed_verdict(*interval))
+
+
+def speedup_between(*calls: tuple[TimeSummary, TimeSummary]) -> Speedup:
+    """Return the speed-up over calls, from the times of the baseline and of the candidate.
+
+    Rounds are left out if other programs interrupted one of their two samples. The speed-up is
+    inconclusive if too few rounds remain.
+    """
+    pairs, whole = [], []
+    for baseline, candidate in calls:
+        ratios = paired_ratios(baseline.samples, candidate.samples)
+        left_out = {*baseline.interrupted, *candidate.interrupted}
+        pairs.append(ratios)
+        whole.append([ratio for at, ratio in enumerate(ratios) if at not in left_out])
+    remaining, total = sum(map(len, whole)), sum(map(len, pairs))
+    if remaining < min(MINIMUM_ROUNDS, total):
+        found = speedup_of(*(whole if remaining else pairs))
+        return replace(found, low=None, high=None, verdict="inconclusive", reason="interrupted")
+    return speedup_of(*whole)
 
 
 def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Speedup:

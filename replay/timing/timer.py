@@ -9,7 +9,8 @@ includes work after the call, which is slower if the kernel's launcher has fille
   would leave dirty lines, which go to memory while the kernel runs and take up to 9 µs (H100).
 - `warm` runs the kernel once, untimed, before each sample.
 
-On a CPU, a sample is the mean wall time of enough calls to last a millisecond.
+On a CPU, a sample is the mean wall time of enough calls to last a millisecond. Calls that other
+programs interrupt are left out and repeated (`replay.timing.interruptions`).
 
 In a model, the previous layer runs the same kernel. `calls_before` therefore puts calls of the same
 kernel before each sample, which matters for launches and for a GPU at its power limit.
@@ -17,7 +18,9 @@ kernel before each sample, which matters for launches and for a GPU at its power
 
 from __future__ import annotations
 
+import math
 import secrets
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -27,9 +30,11 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from replay.rows.row import GpuState
+from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
 from replay.timing.hooks import Watch, python_hooks
 from replay.timing.host_load import RestOfLayer
+from replay.timing.interruptions import Interruptions
 
 Function = Callable[[], object]
 Cache = Literal["cold", "warm"]
@@ -54,6 +59,15 @@ MINIMUM_CPU_SAMPLE_MS = 1.0
 LONGEST_CPU_SAMPLE_MS = 20.0
 """Time after which a sample ends early, if calls became much slower than in the warm-up."""
 MAXIMUM_CPU_CALLS = 1000
+OFTEN = 0.1
+"""Share of samples with interruptions above which each sample has one call."""
+
+
+@dataclass(eq=False)
+class Budget:
+    """Time that all candidates share for their samples."""
+
+    seconds: float
 
 
 @dataclass(eq=False)
@@ -76,6 +90,11 @@ class Candidate:
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     layer_host_ms: list[float] = field(default_factory=list)
+    budget: Budget = field(default_factory=lambda: Budget(0.0))
+    shares: list[float] = field(default_factory=list)
+    """Share of each sample's time in which no thread waited for a processor; empty on a GPU."""
+    interrupted: list[int] = field(default_factory=list)
+    """Rounds whose sample consists of interrupted calls."""
     error: BaseException | None = None
 
     def times(self) -> tuple[list[float], list[float], list[float]]:
@@ -210,34 +229,68 @@ class CpuTimer:
     def __init__(self, calls_before: int) -> None:
         self.calls_before = calls_before
         self.calls: dict[Candidate, int] = {}
+        self.quickest_ms: dict[Function, float] = {}
+        """Shortest call of each function in the warm-up, if any was not interrupted."""
+        self.interruptions = Interruptions()
+        self.samples = self.disturbed = 0
 
     def warm_up_ms(self, function: Function) -> float:
-        return first_call(function, "cpu")[1]
+        self.interruptions.begin_sample()
+        self.interruptions.begin_call()
+        milliseconds = first_call(function, "cpu")[1]
+        if not self.interruptions.interrupted(milliseconds / 1000):
+            quickest = self.quickest_ms.get(function, math.inf)
+            self.quickest_ms[function] = min(quickest, milliseconds)
+        self.interruptions.end_sample()
+        return milliseconds
 
     def calibrate(self, candidate: Candidate) -> float:
         call_ms = min(candidate.warm_up_ms)
+        if self.quickest_ms:
+            call_ms = self.quickest_ms.get(candidate.function, MINIMUM_CPU_SAMPLE_MS)
         number = calls_of_cpu_sample(call_ms)
         self.calls[candidate] = number
         return call_ms * (self.calls_before + number)
 
     def sample(self, candidate: Candidate) -> None:
-        number, seconds = self.calls[candidate], 0.0
+        number, calls = self.calls[candidate], 0
+        if self.disturbed > max(2, OFTEN * self.samples):
+            number = 1  # threads seldom run undisturbed for longer
+        whole: list[float] = []
+        interrupted: list[float] = []
         for _ in range(self.calls_before):
             candidate.function()
-        for call in range(number):
-            candidate.before()
-            watch = Watch()
-            began = time.perf_counter()
-            result = candidate.function()
-            hooks = python_hooks()
-            seconds += time.perf_counter() - began
-            watch.compare(hooks)
-            if secrets.randbelow(call + 1) == 0:
-                candidate.keep(result)
-            if seconds * 1000 > LONGEST_CPU_SAMPLE_MS:
-                break
+        self.interruptions.begin_sample()
+        try:
+            while len(whole) < number:
+                candidate.before()
+                watch = Watch()
+                self.interruptions.begin_call()
+                began = time.perf_counter()
+                result = candidate.function()
+                hooks = python_hooks()
+                seconds = time.perf_counter() - began
+                is_interrupted = self.interruptions.interrupted(seconds)
+                (interrupted if is_interrupted else whole).append(seconds)
+                watch.compare(hooks)
+                calls += 1
+                if secrets.randbelow(calls) == 0:
+                    candidate.keep(result)
+                candidate.budget.seconds -= seconds
+                is_long = (sum(whole) + sum(interrupted)) * 1000 > LONGEST_CPU_SAMPLE_MS
+                if is_long and (whole or candidate.budget.seconds < 0):
+                    break
+        finally:
+            share = self.interruptions.end_sample()
         candidate.after()
-        candidate.ms.append(seconds / (call + 1) * 1000)
+        self.samples += 1
+        self.disturbed += bool(interrupted)
+        if not whole:
+            candidate.interrupted.append(len(candidate.ms))
+            if candidate.budget.seconds < 0 and len(candidate.ms) >= MINIMUM_ROUNDS:
+                candidate.rounds = len(candidate.ms) + 1
+        candidate.shares.append(share)
+        candidate.ms.append(statistics.mean(whole or interrupted) * 1000)
 
     def collect(self) -> None:
         """Do nothing, because `sample` waits for its calls on a CPU."""

@@ -25,7 +25,11 @@ from replay.rows.row_files import row_to_json, write_csv, write_jsonl
 from replay.workloads.workload import Workload
 from tests import factories
 
-SAMPLES = {"time_ms.samples", "core_time_ms.samples", "layer_host_ms.samples"}
+SAMPLES = {
+    f"{times}.{part}"
+    for times in ("time_ms", "core_time_ms", "layer_host_ms")
+    for part in ("samples", "interrupted")
+}
 IN_JSON_ALONE = SAMPLES | {"accuracy.where.relative_l1"}
 
 
