@@ -172,19 +172,19 @@ def test_own_cluster_answers_only_on_this_machine(
 
 @pytest.mark.slow
 @with_ray
-def test_fault_on_a_node_stays_there(
+def test_node_with_an_environment_without_torch_is_left_out(
     replays: Replays, address: str, recorded: Path, tmp_path: Path
 ) -> None:
-    """One kernel ends its worker, and one node has an environment without torch."""
-    (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\n[ -z "$SECOND_NODE" ] || set -- -S "$@"\nexec {sys.executable} "$@"\n'
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    rows, deadly = tmp_path / "rows.jsonl", f"{tmp_path / 'deadly.py'}:end"
-    arguments = ("--dir", recorded, "--call", "model-000000", "--json", rows)
-    arguments = (*arguments, *QUICK, f"{deadly},torch-flash")
+    (tmp_path / "mine.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention as attend"
+    )
+    rows, mine = tmp_path / "rows.jsonl", f"{tmp_path / 'mine.py'}:attend"
+    arguments = ("--dir", recorded, "--call", "model-000000", *QUICK, mine, "--json", rows)
     code, _, err = replays(*arguments, "--env", f"other={python}", "--ray", address)
     assert code == 0, err
     (left_out,) = [line for line in err.splitlines() if "left out" in line]
@@ -193,10 +193,9 @@ def test_fault_on_a_node_stays_there(
     found = rows_of(rows)
     (host,) = {row["host"] for row in found}
     assert host not in left_out
-    status = {(row["kernel"], row["environment"]): row["status"] for row in found}
-    assert status[deadly, "this"] == status[deadly, "other"] == "crash"
-    assert status["torch-flash", "this"] == status["torch-math", "other"] == "ok"
-    assert len(found) == len(status) == 5
+    places = {(row["kernel"], row["environment"], row["status"]) for row in found}
+    kernels, environments = (mine, "torch-math"), ("this", "other")
+    assert places == {(name, where, "ok") for name in kernels for where in environments}
 
 
 @pytest.mark.slow
@@ -221,27 +220,15 @@ def test_ctrl_c_leaves_a_file_to_resume(
     assert process.returncode == 130
     assert "replay: interrupted" in err.splitlines()[-1]
     assert "Traceback" not in err
-    kept = rows_of(rows)
-    assert len(kept) == 2
-    (tmp_path / "goes on").touch()
-    code, _, err = replays(*arguments, "--resume")
-    assert code == 0, err
-    assert "1 call is kept" in err
-    found = rows_of(rows)
-    assert [row["call"]["name"] for row in found] == [
-        f"model-{index:06d}" for index in range(3) for _ in range(2)
-    ]
-    assert found[:2] == kept
+    assert [row["call"]["name"] for row in rows_of(rows)] == ["model-000000"] * 2
 
 
 STALLS = """
-import pathlib, time
+import time
 from torch.nn.functional import scaled_dot_product_attention
 
 def stall(query, key, value, *others, **options):
-    directory = pathlib.Path(__file__).parent
-    if not (directory / "goes on").exists() and float(query.abs().max()) != {first}:
-        (directory / "stalled").touch()
+    if float(query.abs().max()) != {first}:
         time.sleep(3600)
     return scaled_dot_product_attention(query, key, value, *others, **options)
 """
