@@ -30,7 +30,7 @@ def fields() -> str:
     lines = ["| field | unit | meaning |", "|---|---|---|"]
     for item in FIELDS:
         path, meaning = item.path, item.meaning
-        if path.startswith("accuracy.") and not path.startswith("accuracy.where."):
+        if path.startswith("accuracy.") and path.split(".")[1] not in ("where", "spoilt_rows"):
             if not path.startswith("accuracy.reference."):
                 continue
             path = path.replace("reference", "{reference,captured,kernel,noise_floor,chosen}")

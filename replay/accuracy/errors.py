@@ -5,14 +5,16 @@ never rounded.
 
 An element that is NaN, or the same infinity, in both tensors counts as zero in both. Any other
 non-finite element makes the figures that include it NaN or infinite, and is counted in
-`mismatched_nonfinite`. `nan_count` and `inf_count` count all NaN and infinite output elements.
+`mismatched_nonfinite`. In exposed rows (`replay.accuracy.nonfinite`), non-finite output elements
+count as zero in both too. If nothing else remains, the figures are NaN. `nan_count` and `inf_count`
+count all NaN and infinite output elements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +51,11 @@ class RowErrors:
     nan_count: int
     inf_count: int
     mismatched_nonfinite: int
+    spoilt: Tensor | None = None
+    """(B, H, S) bool: exposed rows with a non-finite output element where the reference is finite;
+    None if no element of the output is non-finite."""
+    has_figures: bool = True
+    """False if no element is finite in both tensors."""
 
     @property
     def lengths(self) -> Tensor:
@@ -72,6 +79,13 @@ class RowErrors:
 
     def errors(self) -> Errors:
         """Compute the figures for a kernel's row in the results."""
+        found = self._errors()
+        if self.has_figures:
+            return found
+        figures = {name: math.nan for name, value in vars(found).items() if type(value) is float}
+        return replace(found, **figures)  # type: ignore[arg-type]
+
+    def _errors(self) -> Errors:
         row_cosines = cosines(*self.sums[:3])
         head_sums, head_errors = self.sums.sum(dim=3), self.head_errors
         sums = head_sums.sum(dim=(1, 2))
@@ -120,9 +134,14 @@ class RowErrors:
         )
 
 
-def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
-    """Compare `output` with `reference` row by row; see `compare`."""
+def row_errors(output: Tensor, reference: Tensor, exposed: Tensor | None = None) -> RowErrors:
+    """Compare `output` with `reference` row by row; see `compare`.
+
+    Args:
+        exposed: (B, H, S) bool, the rows whose non-finite output elements are not errors.
+    """
     check_comparable(output, reference)
+    spoilt, has_figures = None, False
     sums = torch.empty((7, *output.shape[:3]), dtype=torch.float64, device=output.device)
     largest_errors = []
     nan_count = inf_count = mismatched = 0
@@ -132,10 +151,19 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
         if not math.isfinite(largest):  # count non-finite elements only if some exist
             nan_count += int(part.isnan().sum())
             inf_count += int(part.isinf().sum())
+            both = part.isfinite() & expected.isfinite()
+            has_figures = has_figures or bool(both.any())
+            if exposed is not None:
+                part, expected, spoilt_rows = _without_exposed(part, expected, exposed[:, :, rows])
+                if spoilt is None:
+                    spoilt = torch.zeros(output.shape[:3], dtype=torch.bool, device=output.device)
+                spoilt[:, :, rows] = spoilt_rows
             part, expected, odd = _without_agreed_nonfinite(part, expected)
             mismatched += odd
             error = part - expected
             largest = float(norm(error, ord=math.inf))
+        else:
+            has_figures = True
         sums[0, :, :, rows] = (part * expected).sum(-1)
         sums[1, :, :, rows] = norm(part, dim=-1).square_()
         sums[2, :, :, rows] = norm(expected, dim=-1).square_()
@@ -145,7 +173,9 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
         sums[6, :, :, rows] = error.mul_(expected).sum(-1)
         largest_errors.append(largest)
     max_abs = float(torch.tensor(largest_errors, dtype=torch.float64).amax())  # keeps NaN
-    return RowErrors(sums, output.numel(), max_abs, nan_count, inf_count, mismatched)
+    return RowErrors(
+        sums, output.numel(), max_abs, nan_count, inf_count, mismatched, spoilt, has_figures
+    )
 
 
 def summary(tensor: Tensor) -> Summary:
@@ -186,6 +216,14 @@ def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, T
             output[:, :, rows].to(torch.float64),
             reference[:, :, rows].to(output.device, torch.float64),
         )
+
+
+def _without_exposed(
+    part: Tensor, expected: Tensor, exposed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both tensors with zeros where an exposed row is not finite, and these rows."""
+    spoilt = ~part.isfinite() & expected.isfinite() & exposed.to(part.device)[..., None]
+    return part.masked_fill(spoilt, 0.0), expected.masked_fill(spoilt, 0.0), spoilt.any(-1)
 
 
 def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -172,7 +172,9 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
             for block in weights(part, torch.float32, allow_tf32=True):
                 scale = _scale(block.weights.amax(dim=-1, keepdim=True), way.most)
                 levels = way.rounded(block.weights.div_(scale))
-                found = (levels @ block.value).mul_(scale).to(call.dtype).to(torch.float64)
+                found = (
+                    block.product(levels, block.value).mul_(scale).to(call.dtype).to(torch.float64)
+                )
                 error = found - reference[batch, heads, block.rows]
                 absolute[batch, heads, block.rows] = error.abs().sum(-1)
                 lengths[batch, heads, block.rows] = torch.linalg.vector_norm(error, dim=-1)

@@ -8,13 +8,15 @@ file and the kernels do not import each other. Semantics are those of torch's ma
 - `is_causal` is aligned top left, and applies together with a mask.
 - In a bool mask, True means attend. A float mask is added to the scores.
 - A query whose keys are all masked gets zeros.
-- A non-finite key or value reaches every query whose score row contains it, masked or not.
 - Dropout is ignored.
 
+A key that a query does not see contributes nothing to it, whatever its values
+(`replay.accuracy.nonfinite`). Torch's math backend returns NaN there, if a hidden key or value is
+NaN or infinite.
+
 Features beyond SDPA (`capture.call.attention_variant`) are compared with their libraries' own
-definitions in `tests/replay/accuracy/test_variants.py`. A key outside the window, in another packed
-sequence or after the last valid key contributes nothing, whatever its values. A sink's weight is
-dropped after the softmax.
+definitions in `tests/replay/accuracy/test_variants.py`. A sink's weight is dropped after the
+softmax.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
+from replay.accuracy.nonfinite import is_finite, mask_block, visible_keys
 
 CPU_BLOCK = 2**20
 """Number of scores held at a time on a CPU: 8 MiB in float64, which fit into the cache. Peak memory
@@ -85,7 +88,8 @@ def same_dtype(call: AttentionCall, block_elements: int | None = None) -> tuple[
     are rounded before and after the scaling, as in a model's eager attention. The exactness rule
     allows twice the larger error of the two outputs (`replay.accuracy.tolerance`).
 
-    Rows of the second output whose unscaled scores overflow are NaN.
+    Rows whose scores overflow are NaN: in the second output if any unscaled score overflows, in the
+    first if the row's largest score or all its scores overflow.
     """
     outputs = [attention(call, call.dtype, block_elements)]
     if call.dtype.itemsize == 2:
@@ -113,7 +117,7 @@ def attention(
     """
     output = _empty_output(call, dtype)
     for block in weights(call, dtype, block_elements, scale_scores=scale_scores):
-        output[block.batch, block.heads, block.rows] = _product(block.weights, block.value)
+        output[block.batch, block.heads, block.rows] = block.product(block.weights, block.value)
     return output
 
 
@@ -129,9 +133,10 @@ def attention_and_spread(
     spread = torch.zeros(output.shape[:3], dtype=dtype, device=call.device)
     for block in weights(call, dtype, block_elements):
         place = (block.batch, block.heads, block.rows)
-        output[place] = block.weights @ block.value
+        output[place] = block.product(block.weights, block.value)
         lengths = torch.linalg.vector_norm(block.value, dim=-1, keepdim=True)
-        spread[place] = (block.weights.square_() @ lengths.square_()).sqrt_().squeeze(-1)
+        squares = block.product(block.weights.square_(), lengths.square_())
+        spread[place] = squares.sqrt_().squeeze(-1)
     return output, spread
 
 
@@ -145,6 +150,28 @@ class WeightBlock(NamedTuple):
     """(H, rows, keys); the caller may change them."""
     value: Tensor
     """(H or 1, keys, Dv): values of the keys that these rows may attend to."""
+    visible: Tensor | None = None
+    """(H or 1, rows, keys) bool: the keys that each row sees; None if all inputs are finite."""
+
+    def product(self, weights: Tensor, value: Tensor) -> Tensor:
+        """Return `weights @ value`, in which values of keys that a row does not see have no effect.
+
+        Args:
+            weights: (H, rows, keys), zero for keys that a row does not see.
+            value: (H or 1, keys, n).
+        """
+        if self.visible is None:
+            return _product(weights, value)
+        found = _product(weights, value.nan_to_num(0.0, 0.0, 0.0))
+
+        def reached(keys: Tensor, values: Tensor) -> Tensor:
+            return keys.to(found.dtype).matmul(values.to(found.dtype)) > 0
+
+        some, none = self.visible & (weights > 0), self.visible & (weights == 0)
+        above, below = (reached(some, value == bound) for bound in (math.inf, -math.inf))
+        undefined = reached(self.visible, value.isnan()) | reached(none, value.isinf())
+        found.masked_fill_(above, math.inf).masked_fill_(below, -math.inf)
+        return found.masked_fill_(undefined | (above & below), math.nan)
 
 
 def weights(
@@ -221,9 +248,7 @@ def _weights_of_heads(
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
     sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
-    # SDPA adds its causal mask to the scores: a masked key that is NaN or infinite makes a NaN.
-    added = call.is_causal and not call.features
-    reaches = added and not bool(key.isfinite().all() and value.isfinite().all())
+    is_odd = not all(map(is_finite, (call.query[batch, heads], key, value)))
 
     rows_per_block = max(1, block_elements // (count * kv_len))
     for begin in range(0, q_len, rows_per_block):
@@ -231,12 +256,8 @@ def _weights_of_heads(
         keys, block_value = slice(0, kv_len), value
         if span is not None:
             firsts, ends = (edges[rows] for edges in span.of(batch))
-            if not reaches:
-                seen = _union(firsts, ends)
-                keys = slice(0, 1) if seen is None else seen
-                block_value = value[:, keys]
-                if seen is None:  # a product with zero would be NaN
-                    block_value = torch.zeros_like(block_value)
+            keys = _union(firsts, ends) or slice(0, 1)
+            block_value = value[:, keys]
         query = call.query[batch, heads, rows].to(dtype)
         query = query if scale_scores else query * signed_root
         scores = _product(query, key[:, keys].mT)
@@ -248,16 +269,23 @@ def _weights_of_heads(
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if call.attn_mask is not None:
-            scores += _mask_block(call.attn_mask, batch, heads, rows, keys, dtype)
+            scores += _added(mask_block(call.attn_mask, batch, heads, rows, keys), dtype)
         if span is not None:
             position = torch.arange(keys.start, keys.stop, device=call.device)
             outside = (position < firsts[:, None]) | (position >= ends[:, None])
-            if reaches:
-                scores += torch.zeros_like(scores[0]).masked_fill_(outside, -math.inf)
-            else:
-                scores.masked_fill_(outside, -math.inf)
-        is_masked = span is not None or call.attn_mask is not None
-        yield WeightBlock(batch, heads, rows, _softmax(scores, sinks, is_masked), block_value)
+            scores.masked_fill_(outside, -math.inf)
+        visible = None
+        if is_odd:
+            visible = visible_keys(call, span, batch, heads, rows, keys)
+            scores.masked_fill_(~visible, -math.inf)
+        found = _softmax(scores, sinks)
+        if span is not None or call.attn_mask is not None:  # a sink may be -inf too
+            empty = scores.amax(dim=-1, keepdim=True) == -math.inf
+            found.masked_fill_(empty, 0.0)
+            if dtype == torch.float16 and bool(empty.any()):  # scores that overflowed
+                sees = visible_keys(call, span, batch, heads, rows, keys).any(-1, keepdim=True)
+                found.masked_fill_(empty & sees, math.nan)
+        yield WeightBlock(batch, heads, rows, found, block_value, visible)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -278,38 +306,19 @@ def _union(firsts: Tensor, ends: Tensor) -> slice | None:
     return slice(int(firsts[some].min()), int(ends[some].max()))
 
 
-def _mask_block(
-    attn_mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice, dtype: torch.dtype
-) -> Tensor:
-    """Return part of a mask, (H, rows, keys), as numbers to add to the scores."""
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    wanted = (slice(batch, batch + 1), heads, rows, keys)
-    block = mask[
-        tuple(
-            slice(None) if size == 1 else part
-            for size, part in zip(mask.shape, wanted, strict=True)
-        )
-    ].squeeze(0)
-    if block.dtype != torch.bool:
-        return block.to(dtype)
-    return torch.zeros_like(block, dtype=dtype).masked_fill_(~block, -math.inf)
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers to add to the scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
-    """Compute the softmax over the keys and a head's sink; rows with every key masked get zeros.
-
-    Args:
-        scores: (H, rows, keys).
-        sinks: (H,).
-    """
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Compute the softmax over the keys, (H, rows, keys), and each head's sink, (H,)."""
     if sinks is None:
-        found = torch.softmax(scores, dim=-1)
-    else:
-        column = sinks[:, None, None].expand(*scores.shape[:2], 1)
-        found = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    if is_masked:  # a sink may be -inf too
-        found.masked_fill_(scores.amax(dim=-1, keepdim=True) == -math.inf, 0.0)
-    return found
+        return torch.softmax(scores, dim=-1)
+    column = sinks[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from replay.timing.flops import valid_pairs
 
 
 def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
-    """Return the call with all keys masked except the chosen keys, and with zeros in unread keys.
+    """Return the call with all keys masked except the chosen keys.
 
     Args:
         chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
@@ -35,18 +35,7 @@ def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
         mask = chosen & call.attn_mask
     elif call.attn_mask is not None:
         mask = torch.where(chosen, call.attn_mask, -math.inf)
-    by_query = chosen[(None,) * (4 - chosen.ndim)]
-    by_query = by_query.expand(shape.batch, shape.q_heads, -1, shape.kv_len)
-    unread = ~by_query.unflatten(1, (shape.kv_heads, -1)).any(dim=3).any(dim=2)
-    # A NaN that the kernel never read must not reach the reference; a mask alone would let it
-    # (0 · NaN is NaN).
-    return call.with_tensors(
-        {
-            "key": call.key.masked_fill(unread[..., None], 0.0),
-            "value": call.value.masked_fill(unread[..., None], 0.0),
-            "attn_mask": mask,
-        }
-    )
+    return call.with_tensors({"attn_mask": mask})
 
 
 def kept_share(call: AttentionCall, kept: AttentionCall) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.errors import check_comparable, chunks
+from replay.accuracy.nonfinite import largest_scores
 from replay.accuracy.thresholds import ExactThresholds
 
 ROWS_OF_A_HEAD = 32
@@ -102,7 +103,8 @@ def tolerance(
     left out this noise, honest kernels would sometimes exceed twice the eager error.
 
     Each same-dtype error is the larger error of the outputs. Rows with an element that is infinite
-    or NaN in a same-dtype output (float16 overflows) or in the reference are left out.
+    or NaN in a same-dtype output or in the reference are left out. Rows whose float16 scores
+    overflow have the error of float32 scores instead (`_noise_of_large_scores`).
 
     Args:
         same_dtype_outputs: one or two outputs of `replay.accuracy.reference.same_dtype`.
@@ -129,6 +131,7 @@ def tolerance(
         terms = _terms_of_a_sum(call)
         noise *= terms
         rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(call.value) * terms
+    noise *= _noise_of_large_scores(call, same_dtype_outputs[0], reference)
     weight = lengths.mul_(noise)
     eager = [_eager_errors(output, reference, noise, weight) for output in same_dtype_outputs]
     errors, worst, bias = zip(*eager, strict=True)
@@ -160,6 +163,7 @@ def tolerances_of_heads(
         noise *= terms[:, None]
         values = _largest_finite_of_heads(call.value).to(exact)
         rounding += torch.finfo(call.dtype).eps / 2 * values * terms
+    noise *= _noise_of_large_scores(call, same_dtype_outputs[0], exact)
     errors = [_largest_finite_of_heads(output.to(exact) - exact) for output in same_dtype_outputs]
     per_element = _largest_finite_of_heads(noise) / math.sqrt(exact.shape[3])
     of_heads = torch.stack((_largest(errors), rounding, per_element), dim=1).tolist()
@@ -190,6 +194,24 @@ def _eager_errors(
     if eager.shape[2] < ROWS_OF_A_HEAD:
         worst, bias = (figures.amax().expand_as(figures) for figures in (worst, bias))
     return largest, worst, bias
+
+
+def _noise_of_large_scores(
+    call: AttentionCall, same_dtype_output: Tensor, reference: Tensor
+) -> Tensor | float:
+    """Return the factor of each row's noise by which float32 scores increase it: (B, Hq, Sq).
+
+    Only rows whose scores overflow in float16 have a factor, because no eager error exists there. A
+    score s has an error of √D · u₃₂ · |s| in float32, which is the relative error of its
+    probability.
+    """
+    lost = (~same_dtype_output.isfinite() & reference.isfinite()).any(-1)
+    if call.dtype != torch.float16 or not bool(lost.any()):
+        return 1.0
+    scores = largest_scores(call).to(lost.device, torch.float64) * abs(call.softmax_scale)
+    per_score = math.sqrt(call.shape.head_dim) * torch.finfo(torch.float32).eps
+    errors = scores * (per_score / torch.finfo(call.dtype).eps)
+    return torch.hypot(torch.ones_like(errors), errors.masked_fill_(~lost, 0.0))
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.errors import RowErrors, row_errors, unravelled
+from replay.accuracy.nonfinite import largest_scores, nonfinite_inputs
 from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention_and_spread, reference_dtype, same_dtype
 from replay.accuracy.sparse import kept_share, restricted
@@ -33,6 +34,10 @@ class Expected:
     change until then. If None, quantised kernels are judged by their whole output only."""
     spread: Tensor | None = field(default=None, repr=False, compare=False)
     """(B, Hq, Sq), from `replay.accuracy.reference.attention_and_spread`."""
+    exposed: Tensor | None = field(default=None, repr=False, compare=False)
+    """(B, Hq, Sq) bool: rows in which a kernel may return NaN, because it may read NaN or infinite
+    inputs that are hidden from the row (`replay.accuracy.nonfinite`); None if all inputs are
+    finite."""
 
     @classmethod
     def of(cls, call: AttentionCall, chosen: Tensor | None = None) -> Expected:
@@ -47,9 +52,10 @@ class Expected:
         attended = call if chosen is None else restricted(call, chosen)
         output, spread = attention_and_spread(attended, reference_dtype(call.device, call.dtype))
         allowed = tolerance(attended, same_dtype(attended), output, spread)
+        exposed = _exposed(attended)
         if chosen is not None:
-            return cls(output, allowed, kept_share(call, attended))
-        return cls(output, allowed, None, call, spread)
+            return cls(output, allowed, kept_share(call, attended), attended, exposed=exposed)
+        return cls(output, allowed, None, call, spread, exposed)
 
     @classmethod
     def of_heads(cls, call: AttentionCall) -> list[Expected]:
@@ -62,15 +68,37 @@ class Expected:
         output, spread = (tensor.cpu() for tensor in computed)
         eager = [tensor.cpu() for tensor in same_dtype(call)]
         allowed = tolerances_of_heads(call, eager, output, spread)
-        return [cls(output[:, n : n + 1], limits) for n, limits in enumerate(allowed)]
+        exposed = _exposed(call)
+        return [
+            cls(output[:, [n]], limits, exposed=None if exposed is None else exposed.cpu()[:, [n]])
+            for n, limits in enumerate(allowed)
+        ]
 
     @cached_property
     def quantised(self) -> QuantisedNoise | None:
-        """Noise of 8-bit attention; None if `call` is None."""
+        """Noise of 8-bit attention; None if `call` or `spread` is None."""
         if self.call is None or self.spread is None:
             return None
         lengths = torch.linalg.vector_norm(self.reference, dim=-1)
         return QuantisedNoise.of(self.call, self.reference, torch.hypot(lengths, self.spread))
+
+    def overflow(self, found: RowErrors) -> str:
+        """Return a sentence if rows are zero or NaN because scores overflow; empty otherwise."""
+        call = self.call
+        if call is None or call.dtype != torch.float16:
+            return ""
+        size, right = found.sums[1], self.reference.isfinite().all(-1).to(found.sums.device)
+        lost = right & ((size == 0) & (found.sums[2] > 0) | ~size.isfinite())
+        if not bool(lost.any()):
+            return ""
+        largest = float(largest_scores(call).to(lost.device)[lost].max())
+        limit, scaled = torch.finfo(call.dtype).max, largest * abs(call.softmax_scale)
+        if largest <= limit and scaled <= limit:
+            return ""
+        reaches = f"|QK|·scale reaches {scaled:.2g}"
+        if scaled <= limit:
+            reaches = f"|QK| reaches {largest:.2g} before it is scaled"
+        return f"float16 scores overflow: {reaches}, above {limit:.0f}"
 
 
 @dataclass(frozen=True)
@@ -81,6 +109,11 @@ class OutputVerdict:
     sentence: str
     errors: Errors
     rows: RowErrors = field(repr=False, compare=False)
+
+    @property
+    def spoilt_rows(self) -> int:
+        """Number of rows that are NaN or infinite because of inputs that these rows do not see."""
+        return 0 if self.rows.spoilt is None else int(self.rows.spoilt.sum())
 
     @cached_property
     def where(self) -> Where:
@@ -114,10 +147,16 @@ def judge(
     (`replay.accuracy.quantised`). Users decide by the recorded figures whether the accuracy is good
     enough for a model.
 
+    NaN is right where the reference has NaN, and in exposed rows (`Expected.exposed`). A quantised
+    kernel may have one scale for all heads, so an exposed row exposes all its rows.
+
     Raises:
         ValueError: the output's shape differs from the reference's.
     """
-    found = row_errors(output, expected.reference)
+    exposed = expected.exposed
+    if exposed is not None and accuracy_class == "quantised":
+        exposed = exposed.any().expand_as(exposed)
+    found = row_errors(output, expected.reference, exposed)
     errors = found.errors()
     if errors.mismatched_nonfinite:
         passed, sentence = (
@@ -126,6 +165,8 @@ def judge(
             f"the reference, or the other way round ({errors.nan_count} NaN and "
             f"{errors.inf_count} infinite in the output)",
         )
+    elif not found.has_figures:
+        passed, sentence = True, "nothing to compare: no element is finite"
     elif accuracy_class == "quantised":
         passed, sentence = _judge_quantised(found, errors, expected, thresholds.quantised)
     else:
@@ -137,7 +178,14 @@ def judge(
             passed, sentence = passed and rows_passed and not bias, f"{sentence}; {rows}{bias}"
         if accuracy_class == "sparse":
             sentence = f"on the keys it chose, {sentence}"
+    if not passed and (overflow := expected.overflow(found)):
+        sentence = f"{overflow}; {sentence}"
     return OutputVerdict(passed, sentence, errors, found)
+
+
+def _exposed(call: AttentionCall) -> Tensor | None:
+    odd = nonfinite_inputs(call)
+    return None if odd is None or not bool(odd.exposed.any()) else odd.exposed
 
 
 def _judge_largest(

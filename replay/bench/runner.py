@@ -17,6 +17,7 @@ from capture.call.attention_variant import beyond
 from capture.errors import DatasetError
 from capture.hooks.backends import BACKENDS, chosen_backend
 from capture.storage.header import dtype_name
+from replay.accuracy.nonfinite import nonfinite_inputs
 from replay.bench.energy_rows import with_energy
 from replay.bench.forms import Forms, refusal
 from replay.bench.output_check import Checker, output_of, stderr_apart
@@ -28,6 +29,7 @@ from replay.isolation.judge import LocalJudge, OutputJudge
 from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel, catalogue, find
+from replay.rows.agreement import with_agreement
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Roof, Row, Status
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
@@ -115,7 +117,7 @@ def replay_here(
             reason = f"{workload.name}: {finding.reason}"
             rows = [unreadable(workload, finding.status, reason)]
         report(workload, DONE)
-        yield from rows
+        yield from with_agreement(rows)
 
 
 def _replay_call(
@@ -325,5 +327,6 @@ def _facts(workload: Workload, forms: Forms) -> CallFacts:
         mask=described,
         mask_structure=str(forms.structure or ""),
         beyond=beyond(call),
+        nonfinite="" if (odd := nonfinite_inputs(call)) is None else odd.sentence,
         road=origin.entry_point,
     )

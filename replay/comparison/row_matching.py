@@ -102,7 +102,7 @@ def _by_subject(run: Run) -> dict[tuple[KernelId, CallFacts], Row]:
     for row in run.rows:
         if not row.kernel:
             continue
-        subject = (row.id, replace(row.call, backend=""))
+        subject = (row.id, replace(row.call, backend="", nonfinite=""))  # absent from earlier files
         if subject in found:
             raise ComparisonError(
                 f"{run.name} has two rows of {row.id} on {row.call.name}: give each run a file of "

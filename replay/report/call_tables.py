@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Group as Renderables
 from rich.table import Table
 from rich.text import Text
 
+from capture.text.printable import printable
 from replay.report.cells import cell
 from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows, joined, names_by_sentence, place, told_apart
@@ -51,6 +53,7 @@ def _group_report(
     group: Group, metrics: Sequence[str], errors_against: str, compare_stats: bool
 ) -> Renderables:
     parts: list[Text | Table] = [Text(group.title, style="bold")]
+    parts.extend(Text(sentence, style="yellow") for sentence in _nonfinite(group))
     if group.weights:
         parts.append(Text(f"weights: {group.weights}", style="dim"))
     if group.backends:
@@ -82,6 +85,20 @@ def _group_report(
     parts.extend(_rewritten_masks(group, ran))
     parts.extend(_refusals(group))
     return Renderables(*parts)
+
+
+def _nonfinite(group: Group) -> Iterator[str]:
+    """Yield sentences on NaN and infinity in the inputs, and on kernels that differ there."""
+    inputs = Counter(call.nonfinite for call in group.calls)
+    reasons = {row.call.name: row.not_ranked for rows in group.rows.values() for row in rows}
+    for found, start in (
+        (inputs, "inputs hold NaN or infinity: "),
+        (Counter(reasons.values()), "kernels are not ranked: "),
+    ):
+        for sentence, count in found.items():
+            if sentence:
+                some = "" if count == len(group.calls) else f"{count} of {group.size}: "
+                yield printable(f"{some}{start}{sentence}")
 
 
 def _table(

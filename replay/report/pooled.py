@@ -52,7 +52,7 @@ def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None)
     calls = []
     for row in group.rows[kernel]:
         partner = partners.get(row.call.name)
-        if partner is None or not (row.is_correct and partner.is_correct):
+        if partner is None or not (row.is_ranked and partner.is_ranked):
             continue
         if not row.shares_rounds(partner):
             return _typical_speedup(group, kernel) if over in (None, baseline) else None

@@ -44,7 +44,7 @@ def is_correct(group: Group, kernel: KernelId) -> bool:
 
 def rank(group: Group, kernel: KernelId) -> tuple[bool, float]:
     """Return a sort key that puts correct kernels first, then fast ones."""
-    time = typical_time(group.rows[kernel])
+    time = typical_time([row for row in group.rows[kernel] if not row.not_ranked])
     return (not is_correct(group, kernel), time.p50 if time else float("inf"))
 
 
@@ -59,7 +59,7 @@ def fastest(group: Group, accuracy_class: AccuracyClass) -> Fastest | None:
         for kernel in group.rows
         if group.class_of(kernel) == accuracy_class
         and is_correct(group, kernel)
-        and typical_time(group.rows[kernel])
+        and typical_time([row for row in group.rows[kernel] if row.is_ranked])
         and not any(row.overwrites for row in group.rows[kernel])
     ]
     if not timed:

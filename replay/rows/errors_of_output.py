@@ -86,6 +86,9 @@ class Accuracy:
         Where | None,
         "{}, relative to the reference (for sparse kernels, over their chosen keys)",
     ] = None
+    spoilt_rows: Annotated[
+        int, "rows that are NaN or infinite because of inputs that these rows do not see"
+    ] = 0
 
     def against(self, which: str) -> Errors | None:
         """Return the errors relative to `reference`, `captured`, or else the named kernel."""

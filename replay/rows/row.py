@@ -93,6 +93,11 @@ class CallFacts:
         str, "options equivalent to attn_mask, e.g. window 1023/0; empty if there are none"
     ] = ""
     beyond: Annotated[str, "options that SDPA does not have; empty if there are none"] = ""
+    nonfinite: Annotated[
+        str,
+        "NaN and infinite elements of each input, e.g. key 128 NaN (hidden) if no query sees them; "
+        "empty if there are none",
+    ] = ""
     road: Annotated[str, "entry point of the call: sdpa, or a library or registry"] = "sdpa"
 
 
@@ -270,6 +275,10 @@ class Row:
         tuple[str, ...],
         "inputs (query, key, value, attn_mask) that the kernel changes in place",
     ] = ()
+    not_ranked: Annotated[
+        str,
+        "reason why the kernels of the call are not ranked and have no speed-ups; else empty",
+    ] = ""
     log: Annotated[str, "last output of a worker that died"] = ""
     time_ms: Annotated[
         TimeSummary | None,
@@ -466,6 +475,11 @@ class Row:
     @property
     def is_correct(self) -> bool:
         return self.status in ("ok", "not-timed")
+
+    @property
+    def is_ranked(self) -> bool:
+        """True if the row's time may be compared with other kernels' times on the same call."""
+        return self.is_correct and not self.not_ranked
 
     def shares_rounds(self, other: Row) -> bool:
         """Return True if, for each i, sample i of both rows comes from the same round."""

@@ -16,6 +16,7 @@ from capture.text.printable import printable
 from replay.bench.runner import DEFAULT_BASELINE, DONE, STAGES, TIMING, Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
+from replay.rows.agreement import with_agreement
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
 from replay.rows.row_files import rebuilt
 from replay.workers.baseline_check import without_rejected_baseline, without_slowed_baseline
@@ -416,6 +417,7 @@ def replay_in_workers(
     Every environment runs the baseline too, so that speed-ups are paired within one process.
     """
     for workload in workloads:
+        found: list[Row] = []
         for name, environment in environments.items():
             if not kernels.get(name):
                 continue
@@ -425,11 +427,12 @@ def replay_in_workers(
                     on_progress(workload, stage if name == HERE else f"{stage} in {name}")
 
             rows = environment.replay(workload, kernels[name], settings, report)
-            yield from rows
+            found += rows
             if _is_unreadable(rows):
                 break
         if on_progress is not None:
             on_progress(workload, DONE)
+        yield from with_agreement(found)
 
 
 def assign(
