@@ -13,9 +13,9 @@ from rich.console import Console
 from capture.command_line.parser import Listed
 from replay.api.compare_rows import ComparedRuns, compare, run_of
 from replay.api.messages import say
-from replay.cli.files import UsageError, check_files, noted, opened, say_unwritten
+from replay.cli.files import INCONCLUSIVE, UsageError, check_files, noted, opened, say_unwritten
 from replay.cli.shared_options import VerbParser
-from replay.comparison.conditions import CONDITIONS, failures, read_conditions
+from replay.comparison.conditions import CONDITIONS, failures, read_conditions, undecided
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import sections
@@ -54,7 +54,8 @@ def parser() -> VerbParser:
         "--fail-on",
         action=Listed,
         metavar="A,B",
-        help=f"exit with 1 on any of {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%",
+        help=f"exit with 1 on any of {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%; "
+        "exit with 3 if noise hides the answer",
     )
     command.add("--markdown")
     command.add("--json", help="write all comparisons as JSON (- for stdout)")
@@ -65,6 +66,8 @@ def parser() -> VerbParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare runs, print and write the changes; return 1 if a `--fail-on` condition is met.
+
+    The code is 3 if no condition is met, but one could not be decided.
 
     Raises:
         UsageError: the arguments cannot be used.
@@ -79,9 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
     unwritten: list[str] = []
     _show(compared, arguments, unwritten)
     failed = failures(compared, conditions)
+    unclear = [] if failed else undecided(compared, conditions)
     if failed:
         say(f"failed: {'; '.join(failed)}")
-    return max(1 if failed else 0, say_unwritten(unwritten))
+    if unclear:
+        say(f"inconclusive: {'; '.join(unclear)}; more rounds or a quieter machine would decide")
+    code = max(1 if failed else 0, say_unwritten(unwritten))
+    return INCONCLUSIVE if unclear and not code else code
 
 
 def _show(

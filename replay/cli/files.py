@@ -60,6 +60,10 @@ def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
             unwritten.append(str(error))
 
 
+INCONCLUSIVE = 3
+"""Exit code if no check failed but one could not be decided."""
+
+
 def say_unwritten(unwritten: Sequence[str]) -> int:
     """Print the collected reasons to stderr, and return the exit code."""
     for sentence in unwritten:

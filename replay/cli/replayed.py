@@ -22,6 +22,7 @@ from replay.api.messages import say
 from replay.api.outcome import Outcome
 from replay.api.session import Session
 from replay.cli.files import (
+    INCONCLUSIVE,
     NotWritten,
     UsageError,
     check_files,
@@ -164,7 +165,14 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
     if check and failed:
         say(f"failed: {', '.join(sorted(failed))}")
     code = 1 if unreadable or (check and failed) else 0
-    return max(code, say_unwritten(replay.unwritten))
+    code = max(code, say_unwritten(replay.unwritten))
+    unclear = {str(row.id) for row in rows if row.speedup and row.speedup.reason == "interrupted"}
+    if not (check and unclear) or code:
+        return code
+    say(
+        f"inconclusive: other programs interrupted too many samples of {', '.join(sorted(unclear))}"
+    )
+    return INCONCLUSIVE
 
 
 def console_of(arguments: argparse.Namespace) -> Console:

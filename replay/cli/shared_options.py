@@ -179,7 +179,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "FILE", "rows that `replay plan --json` or `verify --json` wrote (default: measure them)"
     ),
     "--save-output": _text("DIR", "save the outputs of every kernel"),
-    "--check": _flag("exit with 1 if a kernel fails or is inaccurate"),
+    "--check": _flag(
+        "exit with 1 if a kernel fails or is inaccurate, with 3 if a busy machine hides its speed"
+    ),
     "--debug": _flag("show tracebacks"),
 }
 """Options by flag, each with its arguments for `add_argument`."""

@@ -26,6 +26,7 @@ from replay.comparison.speed_change import (
 )
 from replay.rows.row import KernelId, Row
 from replay.rows.row_files import plain
+from replay.timing.statistics import percentile
 
 FAILED = ("error", "crash", "timeout", "out-of-memory")
 REFUSED = ("unsupported", "unavailable")
@@ -135,6 +136,21 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
         tuple(matched.missing),
         tuple(matched.new),
     )
+
+
+def smallest_slowdown(comparison: Comparison, share: float = 0.0) -> str:
+    """Describe the smallest slowdown that the runs could have shown; empty without intervals.
+
+    Args:
+        share: slowdown that all of an interval must exceed.
+    """
+    share = max(share, comparison.spread.share)
+    changes = (pair.speed for pair in comparison.pairs if pair.speed is not None)
+    found = [part for each in changes if (part := each.smallest_slowdown(share)) is not None]
+    if not found:
+        return ""
+    half, every = percentile(found, 50), max(found)
+    return f"smallest slowdown that would show: {half:.1%} on half of the rows, {every:.1%} on all"
 
 
 def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from capture.text.counted import counted
-from replay.comparison.comparison import Comparison, Pair
+from replay.comparison.comparison import Comparison, Pair, smallest_slowdown
 from replay.comparison.row_matching import ComparisonError
+from replay.rows.row import TIE
+from replay.timing.statistics import RELEVANT
 
 CONDITIONS = {
     "slow": "a kernel is slower on a call or over all its calls; slow:3% only if by more than 3 %",
@@ -45,6 +47,31 @@ class Condition:
         if self.name == "missing" and comparison.missing:
             gone, first = len(comparison.missing), comparison.missing[0]
             found.append(f"{counted(gone, 'row')}, e.g. {first.id} on {first.call.name}")
+        return found
+
+    def undecided(self, comparison: Comparison) -> list[str]:
+        """Return the kernels for which the condition could be met, but is not shown to be.
+
+        A slowdown must be at least `RELEVANT`. If all calls together exclude it, only calls count
+        that may be slower by more than `TIE`: with many calls, some intervals are wide by chance.
+        """
+        found = []
+        share = max(self.share, RELEVANT - 1)
+        for each in comparison.kernels:
+            is_excluded = each.speed is not None and not each.speed.may_be_slower_by(share)
+            limit = max(share, TIE - 1) if is_excluded else share
+            count = sum(
+                pair.speed is not None
+                and pair.speed.may_be_slower_by(limit)
+                and not pair.speed.is_slower_by(self.share)
+                if self.name == "slow"
+                else self.name == "less-accurate"
+                and pair.accuracy is not None
+                and pair.accuracy.verdict == "inconclusive"
+                for pair in each.pairs
+            )
+            if count:
+                found.append(f"{each.kernel} on {count:,} of {counted(len(each.pairs), 'call')}")
         return found
 
     def _holds(self, pair: Pair) -> bool:
@@ -95,6 +122,23 @@ def read_share(text: str, option: str) -> float:
     if not 0 <= value < 1:
         raise ComparisonError(f"{option}{text}: not a share, write e.g. 3% or 0.03")
     return value
+
+
+def undecided(comparisons: Sequence[Comparison], conditions: Iterable[Condition]) -> list[str]:
+    """Return a sentence for each condition that could not be decided, with the kernels.
+
+    The sentence about `slow` ends with the smallest slowdown that the runs could have shown.
+    """
+    sentences = []
+    for comparison in comparisons:
+        for condition in conditions:
+            if found := condition.undecided(comparison):
+                sentence = f"{condition}: {', '.join(found)}"
+                smallest = smallest_slowdown(comparison, condition.share)
+                if condition.name == "slow" and smallest:
+                    sentence += f" ({smallest})"
+                sentences.append(sentence)
+    return sentences
 
 
 def failures(comparisons: Iterable[Comparison], conditions: Iterable[Condition]) -> list[str]:

@@ -68,6 +68,19 @@ class SpeedChange:
         """Return True if the slowdown exceeds this share over the whole interval."""
         return self.verdict == "slow" and self.high is not None and self.high < 1 / (1 + share)
 
+    def may_be_slower_by(self, share: float) -> bool:
+        """Return True if the interval allows, but does not show, a slowdown beyond this share."""
+        if self.verdict in ("same", "fast") or self.is_slower_by(share):
+            return False
+        return self.low is None or self.low < 1 / (1 + share)
+
+    def smallest_slowdown(self, share: float) -> float | None:
+        """Return the smallest true slowdown that would have exceeded this share, on average.
+
+        The result is None without an interval.
+        """
+        return None if self.high is None else self.high / self.ratio * (1 + share) - 1
+
 
 class _Figure(NamedTuple):
     figure: float

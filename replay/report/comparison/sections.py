@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.comparison.accuracy_change import AccuracyChange, AccuracyVerdict
-from replay.comparison.comparison import Comparison, KernelChange, Pair
+from replay.comparison.comparison import Comparison, KernelChange, Pair, smallest_slowdown
 from replay.comparison.speed_change import SpeedChange
 from replay.report.groups import first_few, place
 from replay.rows.row import HERE, Row, SpeedVerdict
@@ -149,6 +149,8 @@ def _notes(comparison: Comparison) -> list[str]:
         else "spread between runs: not given (--spread), so random differences between runs may be "
         "called faster or slower"
     )
+    if smallest := smallest_slowdown(comparison):
+        notes.append(smallest)
     # A different version of a library may explain a verdict.
     for each in comparison.differences:
         there = "" if each.environment == HERE else f" of {each.environment}"

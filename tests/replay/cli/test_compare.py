@@ -43,6 +43,15 @@ def test_fail_on_exits_with_1_for_a_slower_kernel(run_cli: RunCli) -> None:
     assert run_cli("compare", "before.jsonl", "slow.jsonl")[0] == 0
 
 
+def test_fail_on_exits_with_3_if_noise_hides_the_answer(run_cli: RunCli) -> None:
+    for name in ("noisy", "again"):
+        save_jsonl(run(name, {"a": 0.5}, kernel_noise=0.5).rows, Path(f"{name}.jsonl"))
+    code, _, err = run_cli("compare", "noisy.jsonl", "again.jsonl", "--fail-on", "slow:3%")
+    assert code == 3
+    assert err.startswith("replay compare: inconclusive: slow:3%: a on ")
+    assert run_cli("compare", "noisy.jsonl", "again.jsonl")[0] == 0
+
+
 def test_several_runs_are_compared_with_the_first(run_cli: RunCli) -> None:
     _, out, _ = run_cli("compare", "before.jsonl", "equal.jsonl", "slow.jsonl")
     assert out.index("before.jsonl → equal.jsonl") < out.index("before.jsonl → slow.jsonl")

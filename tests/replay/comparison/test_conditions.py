@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from replay.comparison.comparison import Comparison, compare
-from replay.comparison.conditions import Condition, failures, read_conditions
+from replay.comparison.conditions import Condition, failures, read_conditions, undecided
 from replay.comparison.row_matching import ComparisonError, Run
 from replay.comparison.speed_change import NO_SPREAD
 from replay.rows.row import Row
@@ -56,6 +56,16 @@ def test_slow_names_the_kernel_and_its_calls() -> None:
     assert failing(found, "slow:3%") == ["slow:3%: a on 12 of 12 calls"]
     assert failing(found, "slow:10%") == []
     assert failing(found, "inaccurate,less-accurate,error,missing") == []
+
+
+def test_slow_is_undecided_where_noise_hides_it() -> None:
+    quiet = compare(run("before", {"a": 0.5}), run("after", {"a": 0.5}), NO_SPREAD)
+    assert undecided([quiet], read_conditions("slow:3%,error")) == []
+    before, after = (run(each, {"a": 0.5}, kernel_noise=0.5) for each in ("before", "after"))
+    noisy_runs = compare(before, after, NO_SPREAD)
+    (sentence,) = undecided([noisy_runs], read_conditions("slow:3%,error"))
+    assert sentence.startswith("slow:3%: a on ")
+    assert "smallest slowdown that would show: " in sentence
 
 
 def test_a_kernel_that_is_slow_over_all_its_calls_alone() -> None:
