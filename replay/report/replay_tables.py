@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -70,4 +71,15 @@ def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
     lead = f" · {counted(before, 'call')} before each sample" if before else ""
     devices = len({row.ran_on for row in rows} - {""})
     several = f"{devices} × " if devices > 1 else ""
-    return f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}"
+    busy = _busy([row.processor_share for row in rows if row.processor_share is not None])
+    return f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}{busy}"
+
+
+def _busy(shares: Sequence[float]) -> str:
+    """Describe how long kernels waited for a processor; empty on a machine that is not busy."""
+    from replay.timing.interruptions import SHARE
+
+    share = statistics.median(shares) if shares else 1.0
+    if share >= SHARE:
+        return ""
+    return f" · busy machine: kernels waited for a processor {1 - share:.0%} of the time"
