@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def lengths(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-HIDING = {
+HIDING: dict[str, dict[str, Any]] = {
     "bool mask": {"attn_mask": SEEN},
     "mask of -inf": {"attn_mask": torch.zeros(13).masked_fill(~SEEN, -math.inf)},
     "mask of the lowest value": {
@@ -102,8 +103,8 @@ def test_queries_masks_and_sinks_are_inspected() -> None:
 
 
 def test_rest_of_a_page_is_hidden() -> None:
-    pages = {"page_table": lengths(2, 0, 1).reshape(1, 3), "seqused_k": lengths(10)}
-    call = random_call(batch=1, kv_len=4, **pages)
+    table = lengths(2, 0, 1).reshape(1, 3)
+    call = random_call(kv_len=4, page_table=table, seqused_k=lengths(10))
     pool = torch.cat([call.key, call.key + 1, call.key + 2])
     call = replace(call, key=pool, value=pool.clone())
     expected = attention(call)
