@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -15,9 +16,12 @@ from replay.accuracy.errors import compare, summary
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.accuracy.verdict import Expected, judge
-from replay.isolation.block_inputs import BlockInputs, draw_rows, one_thread
-from replay.isolation.input_perturbation import InputPerturbation, SteppedPerturbation
-from replay.isolation.output_rows import side_by_side, some_rows
+from replay.isolation.input_perturbation import (
+    InputPerturbation,
+    SteppedPerturbation,
+    side_by_side,
+    some_rows,
+)
 from replay.kernels.failures import Finding
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summary
 
@@ -212,50 +216,11 @@ class LocalJudge:
                 perturbation.apply()
             found += [sample.changed, sample.others]
         # One small computation on the CPU judges all samples, each against its own limits.
-        with one_thread():
+        with _one_thread():
             right = Expected.of_heads(side_by_side(*made)) if made else []
         for rows, expected_rows in zip(found, right, strict=True):
             if wrong := _wrong_rows(rows, expected_rows, expected.tolerance, factors):
                 return wrong
-        return ""
-
-    def judge_block(
-        self,
-        kernel: str,
-        accuracy_class: AccuracyClass,
-        seed: int,
-        outputs: dict[int, Tensor],
-        drawn: int,
-        chosen: Tensor | None,
-    ) -> str:
-        """Return what is wrong with rows of a block's outputs; empty if all rows are right.
-
-        Args:
-            seed: seed of the block's inputs (`replay.isolation.block_inputs`).
-            outputs: outputs (B, Hq, Sq, Dv) to examine, by the numbers of their calls.
-            drawn: random number, drawn after the block, that determines the rows.
-            chosen: see `judge`.
-        """
-        expected = self._expected_of(kernel, chosen)
-        call = self._call
-        inputs = BlockInputs(call, values_only=chosen is not None)
-        if chosen is not None:
-            call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
-        factors = self._thresholds.of(accuracy_class)
-        for number, output in outputs.items():
-            examined = draw_rows(call, drawn + number)
-            inputs.apply(seed, number)
-            try:
-                changed = call.without_pages()
-                with one_thread():
-                    parts = [some_rows(changed, rows) for rows in examined]
-                    right = Expected.of_heads(side_by_side(*parts))
-            finally:
-                inputs.restore()
-            for rows, expected_rows in zip(examined, right, strict=True):
-                found = rows.of(output)
-                if wrong := _wrong_rows(found, expected_rows, expected.tolerance, factors):
-                    return f"call {number} of a block: {wrong}"
         return ""
 
     def clock(
@@ -269,6 +234,21 @@ class LocalJudge:
         if kernel not in self._chosen:
             self._chosen[kernel] = Expected.of(self._call, chosen)
         return self._chosen[kernel]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one CPU thread for many small operations.
+
+    Several threads wait for each other after each operation. On a busy machine (two cores, a load
+    of 3) two threads took 2,240 ms and one thread 45 ms.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _wrong_rows(
