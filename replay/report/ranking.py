@@ -31,9 +31,9 @@ def details(group: Group, found: Fastest) -> str:
         text += f" {speedup_text(found.speedup)} vs {group.baseline}"
     if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
         text += f", its mask rewritten as {' or '.join(sorted(words))}"
-    for words, kernels in (("tied with", found.ties), ("cannot be told from", found.undecided)):
-        if kernels:
-            text += f", {words} {first_few(list(map(str, kernels)), 5)}"
+    for relation, others in (("tied with", found.ties), ("cannot be told from", found.undecided)):
+        if others:
+            text += f", {relation} {first_few(list(map(str, others)), 5)}"
     return text
 
 
