@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels import registry
 from replay.kernels.registry import Kernel
+from replay.timing.interruptions import Interruptions
 from replay.workloads.workload import Workload
 from tests.factories import made_workload, random_call, settings
 from tests.in_this_process import RunCli, runner
@@ -32,6 +34,13 @@ def short_samples() -> Iterator[None]:
         patch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
         patch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no sample in this process be interrupted, however busy the machine is."""
+    undisturbed = partial(Interruptions, Path("no such folder"))
+    monkeypatch.setattr("replay.timing.timer.Interruptions", undisturbed)
 
 
 @pytest.fixture
