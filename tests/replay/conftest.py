@@ -37,10 +37,12 @@ def short_samples() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_interrupts() -> Iterator[None]:
     """Let no sample in this process be interrupted, however busy the machine is."""
     undisturbed = partial(Interruptions, Path("no such folder"))
-    monkeypatch.setattr("replay.timing.timer.Interruptions", undisturbed)
+    with pytest.MonkeyPatch.context() as patch:  # undone after the patches of the test itself
+        patch.setattr("replay.timing.timer.Interruptions", undisturbed)
+        yield
 
 
 @pytest.fixture
