@@ -5,8 +5,8 @@
 
 Every call is replayed with PyTorch's kernel, the same kernel under a second name, and a kernel that
 calls SDPA twice. No row may be an error, the first two must not be told apart, and the third must
-be found to be 1.8 to 2.2 times as slow, or be inconclusive. In
-`benchmarks/results/busy_machine.csv`, replaces the lines of this machine and number of threads.
+be found to be 1.8 to 2.2 times as slow, or be inconclusive. The result replaces the line of this
+machine and number of threads in `benchmarks/results/busy_machine.csv`.
 """
 
 from __future__ import annotations

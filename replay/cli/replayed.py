@@ -169,8 +169,10 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
     unclear = {str(row.id) for row in rows if row.speedup and row.speedup.reason == "interrupted"}
     if not (check and unclear) or code:
         return code
+    names = ", ".join(sorted(unclear))
     say(
-        f"inconclusive: other programs interrupted too many samples of {', '.join(sorted(unclear))}"
+        f"inconclusive: other programs interrupted too many samples of {names}; run this again "
+        "when the machine is less busy"
     )
     return INCONCLUSIVE
 
