@@ -2,13 +2,12 @@
 
     python -m benchmarks.coverage                     on the GPU if there is one
     python -m benchmarks.coverage --device cpu --pairs 400
-    python -m benchmarks.coverage --device cpu --pairs 400 --max-noise 0.1
     python -m benchmarks.coverage --device cpu --pairs 400 --max-seconds 0.02
 
 Every pair is a replay of one random call with three kernels: a kernel, the same kernel under a
 second name, and the kernel with 3 % more work (a calibrated wait). The first two must tie, and the
 third must be found slow. There are 30 rounds; verdicts of fewer rounds are computed from the first
-rounds. With `--max-noise` or `--max-seconds` the replay itself decides when to stop, after 100
+rounds. With `--max-seconds` the replay itself decides when to stop, after 100
 rounds at most. In `benchmarks/results/coverage.csv`, replaces this machine's lines whose rounds
 ended in the same way.
 """
@@ -80,12 +79,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    stop = parser.add_mutually_exclusive_group()
-    stop.add_argument("--max-noise", type=float, help="noise at which the rounds end")
-    stop.add_argument("--max-seconds", type=float, default=SECONDS, help="time limit per kernel")
+    parser.add_argument("--max-seconds", type=float, default=SECONDS, help="time limit per kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "coverage.csv")
     arguments = parser.parse_args()
-    is_stopped = arguments.max_noise is not None or arguments.max_seconds != SECONDS
+    is_stopped = arguments.max_seconds != SECONDS
     device = torch.device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(arguments.threads)
@@ -94,7 +91,7 @@ def main() -> None:
     where = {
         "device": machine.device,
         "threads": machine.threads,
-        "stop": stop_of(arguments.max_noise, arguments.max_seconds),
+        "stop": f"--max-seconds {arguments.max_seconds:g}" if is_stopped else "",
         "machine.python": machine.python,
         "machine.torch": machine.torch,
         "machine.cuda": machine.cuda,
@@ -105,7 +102,6 @@ def main() -> None:
         CACHES[device.type],
         rounds=ROUNDS_UNTIL_STOPPED if is_stopped else max(ROUNDS),
         max_seconds=arguments.max_seconds,
-        max_noise=arguments.max_noise,
         baseline=BASELINE,
     )
     found: list[dict[str, list[float]]] = []
@@ -128,13 +124,6 @@ def main() -> None:
             for line in lines:
                 print(f"    {sentence(line)}", flush=True)
             write(lines, arguments.out)  # write now, in case the run is interrupted
-
-
-def stop_of(max_noise: float | None, max_seconds: float) -> str:
-    """Return the option that ends the rounds; empty if their number is given."""
-    if max_noise is not None:
-        return f"--max-noise {max_noise:g}"
-    return "" if max_seconds == SECONDS else f"--max-seconds {max_seconds:g}"
 
 
 def slower(device: torch.device) -> Kernel:

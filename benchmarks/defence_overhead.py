@@ -1,12 +1,10 @@
-"""Measures the cost of judging timed calls in a replay.
+"""Measures the share of a replay's time that confirms and judges what workers say.
 
     python -m benchmarks.defence_overhead --device cuda             three random calls, on a GPU
     python -m benchmarks.defence_overhead --dir captured_inputs     recorded calls
 
-Replays the same calls in three ways that take turns: like `replay`; with a worker that judges
-outputs but not timed calls (`benchmarks.undefended`); and with that worker and a judge process, to
-measure the cost of the second process. Each repetition starts new processes, and reports the wall
-and processor time of all of them. Replaces this machine's lines of
+Each repetition starts new processes. The parent process clocks all blocks of calls, and all other
+answers of the judge while a worker waits. Replaces this machine's lines of
 `benchmarks/results/defence_overhead.csv`.
 """
 
@@ -14,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import sys
 import time
-from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,17 +23,16 @@ import torch
 from benchmarks import results
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
-from replay.rows.row import Row
 from replay.timing.defaults import CPU_SECONDS, SECONDS
 from replay.timing.machine import describe
-from replay.workers.environments import Environment
-from replay.workers.judge_process import CallEvidence, JudgeProcess
-from replay.workers.process import Process, judge_process
+from replay.workers.execution import execution
+from replay.workers.judge_process import CallEvidence
+from replay.workers.process import first_processes
 from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import from_directory
+from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload, random_workloads
 
-ARMS = ("as it is", "without", "without, and a judge")
 SPECS = {
     "cpu": [
         Spec(1, 8, 8, 512, 512, 64, 64, dtype=torch.float32),
@@ -62,16 +56,34 @@ COLUMNS = (
     "calls",
     "rows",
     "repetitions",
-    "arm",
     "wall_s",
-    "cpu_s",
-    "wall",
-    "cpu",
+    "blocks_s",
+    "judge_s",
     "load",
     "machine.python",
     "machine.torch",
     "machine.cuda",
 )
+
+
+class Clock:
+    """Seconds of blocks, and of the judge's other answers, seen from the parent process."""
+
+    def __init__(self) -> None:
+        self.blocks_s = self.judge_s = self._began = 0.0
+        self._answer = CallEvidence.answer
+
+    def answer(self, evidence: CallEvidence, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a worker's question, and clock it."""
+        began, step = time.perf_counter(), question["do"]
+        if step == "begin block":
+            self._began = began
+        found = self._answer(evidence, question)
+        if step == "end block":
+            self.blocks_s += time.perf_counter() - self._began
+        elif step != "begin block":
+            self.judge_s += time.perf_counter() - began
+        return found
 
 
 def main() -> None:
@@ -87,8 +99,6 @@ def main() -> None:
         calls = random_workloads("random", SPECS[device.type], seed=0)
     else:
         calls, _ = from_directory(arguments.dir)
-    root = Path(__file__).parent.parent  # the worker lies outside the package
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     settings = Settings(
         device,
         "cold" if device.type == "cuda" else "warm",
@@ -96,94 +106,58 @@ def main() -> None:
     )
     names = arguments.kernels or KERNELS[device.type]
     kernels = [find(name) for name in names.split(",")]
-    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    load, timed = [], {}
-    # This replay fills the caches of compilers.
-    replay_once(ARMS[0], calls, kernels, replace(settings, rounds=1))
-    for repetition in range(arguments.repetitions):
-        for place in range(len(ARMS)):
-            arm = ARMS[(repetition + place) % len(ARMS)]
-            load.append(os.getloadavg()[0])
-            wall, cpu, rows = replay_once(arm, calls, kernels, settings)
-            taken[arm].append((wall, cpu))
-            timed[arm] = sum(row.time_ms is not None for row in rows)
-            said = f"{wall:.1f} s, {cpu:.1f} s of CPU, {timed[arm]} rows with times"
-            print(f"{arm}: {said}", flush=True)
-    machine = describe(device)
-    lines = []
-    for arm in ARMS:
-        walls, cpus = zip(*taken[arm], strict=True)
-        plain_walls, plain_cpus = zip(*taken["without"], strict=True)
-        wall, cpu = paired(walls, plain_walls), paired(cpus, plain_cpus)
-        lines.append(
-            {
-                "device": machine.device,
-                "threads": machine.threads,
-                "calls": len(calls),
-                "rows": timed[arm],
-                "repetitions": arguments.repetitions,
-                "arm": arm,
-                "wall_s": median(walls),
-                "cpu_s": median(cpus),
-                "wall": wall - 1,
-                "cpu": cpu - 1,
-                "load": f"{median(load):.1f}",
-                "machine.python": machine.python,
-                "machine.torch": machine.torch,
-                "machine.cuda": machine.cuda,
-            }
+    taken, rows, load = [], 0, []
+    for repetition in range(arguments.repetitions + 1):
+        load.append(os.getloadavg()[0])
+        rows, *seconds = replay_once(calls, kernels, settings)
+        print(
+            f"{seconds[0]:.1f} s, blocks {seconds[1]:.1f} s, judge {seconds[2]:.1f} s, {rows} rows"
         )
-        print(f"{arm}: wall {wall - 1:+.1%}, CPU {cpu - 1:+.1%}")
-    write(lines, arguments.out)
-
-
-def paired(seconds: tuple[float, ...], of_plain: tuple[float, ...]) -> float:
-    """Return the median of the ratios within each repetition."""
-    return median(one / other for one, other in zip(seconds, of_plain, strict=True))
+        if repetition:  # the first replay fills the caches of compilers
+            taken.append(seconds)
+    machine = describe(device)
+    wall_s, blocks_s, judge_s = (median(each) for each in zip(*taken, strict=True))
+    line = {
+        "device": machine.device,
+        "threads": machine.threads,
+        "calls": len(calls),
+        "rows": rows,
+        "repetitions": arguments.repetitions,
+        "wall_s": wall_s,
+        "blocks_s": blocks_s,
+        "judge_s": judge_s,
+        "load": f"{median(load):.1f}",
+        "machine.python": machine.python,
+        "machine.torch": machine.torch,
+        "machine.cuda": machine.cuda,
+    }
+    write(line, arguments.out)
 
 
 def replay_once(
-    arm: str, calls: list[Workload], kernels: list[Kernel], settings: Settings
-) -> tuple[float, float, list[Row]]:
-    """Return wall and processor seconds of a replay, including start and end of its processes."""
-    began, began_cpu = time.perf_counter(), _cpu_seconds()
-    worker, judges = Process(sys.executable, TIMEOUT), judge_process(TIMEOUT)
-    if arm != "as it is":
-        worker = Process(sys.executable, TIMEOUT, "benchmarks.undefended")
-    judge = None if arm == "without" else JudgeProcess(judges)
-    environment = Environment("this", sys.executable, TIMEOUT, judge=judge, worker=worker)
-    believing = mock.patch.object(CallEvidence, "why_rejected", return_value="")
-    try:
-        if arm == "without, and a judge":  # the judge sees no timed samples
-            believing.start()
-        worker.prepare(do="touch", device=str(settings.device))  # as the command does
-        if judge is not None:
-            judges.prepare(do="touch", device=str(settings.device))
-        rows: list[Row] = []
-        for call in calls:
-            rows += environment.replay(call, kernels, settings, lambda stage: None)
-    finally:
-        mock.patch.stopall()
-        if judge is not None:
-            judge.end()  # processes end in parallel, like those of the command
-        environment.close()
-        if judge is not None:
-            judge.close()
-    return time.perf_counter() - began, _cpu_seconds() - began_cpu, rows
+    calls: list[Workload], kernels: list[Kernel], settings: Settings
+) -> tuple[int, float, float, float]:
+    """Return the number of timed rows, and the seconds of a replay, its blocks and its judge."""
+    began, clock, rows = time.perf_counter(), Clock(), 0
+
+    def answer(evidence: CallEvidence, question: dict[str, Any]) -> dict[str, Any]:
+        return clock.answer(evidence, question)
+
+    with mock.patch.object(CallEvidence, "answer", answer), first_processes(TIMEOUT) as first:
+        first.prepare(str(settings.device))
+        with execution(first, {}, TIMEOUT) as where:
+            for row in where.replay(Schedule(calls), {"this": kernels}, settings, lambda *_: None):
+                rows += row.time_ms is not None
+    return rows, time.perf_counter() - began, clock.blocks_s, clock.judge_s
 
 
-def _cpu_seconds() -> float:
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def write(lines: list[dict[str, object]], path: Path) -> None:
-    """Replace the lines of this machine and this number of calls."""
+def write(line: dict[str, object], path: Path) -> None:
+    """Replace the line of this machine and this number of calls."""
     key = ("device", "threads", "calls")
-    of_this = tuple(results.cell(lines[0][name]) for name in key)
+    of_this = tuple(results.cell(line[name]) for name in key)
     written = results.read(path) if path.exists() else []
     others = [each for each in written if tuple(each[name] for name in key) != of_this]
-    results.write_lines([*others, *lines], COLUMNS, path)
+    results.write_lines([*others, line], COLUMNS, path)
 
 
 if __name__ == "__main__":

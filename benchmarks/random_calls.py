@@ -1,4 +1,4 @@
-"""Compares our Triton kernels with float64 attention on random calls (two minutes on a GPU).
+"""Judges our Triton kernels on random calls, and in blocks of calls (two minutes on a GPU).
 
     python -m benchmarks.random_calls [--calls 2000] [--seconds 300] [--processes 12] [--seed 0]
     python -m benchmarks.random_calls --kernel triton-fa3     # families of one kernel
@@ -37,13 +37,16 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected, judge
-from replay.kernels.registry import find
+from replay.isolation.block import output_shape
+from replay.isolation.block_inputs import BlockInputs
+from replay.isolation.judge import LocalJudge
+from replay.kernels.registry import Kernel, find
 from replay.rows.row import Machine
 from replay.timing.machine import describe
 from replay.workloads.distributions import DISTRIBUTIONS
 from replay.workloads.random_calls import Spec
 
-CALLS_OF_A_FAMILY = 40
+CALLS_OF_A_FAMILY, CALLS_OF_A_BLOCK = 40, 4
 COLUMNS = ("kernel", "calls", "wrong", "machine.device", "machine.torch", "machine.triton")
 
 PLAIN = ("plain", "causal")
@@ -275,11 +278,34 @@ def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Fa
             is_quantised = kernel.accuracy_class == "quantised"
             thresholds = thresholds_for(expected) if is_quantised else Thresholds()
             verdict = judge(output, expected, kernel.accuracy_class, thresholds)
-            if not verdict.passed:
-                failures.append(Failure(drawn, number, f"{call.shape}: {verdict.sentence}"))
+            wrong = wrong_in_a_block(kernel, call, chosen) if verdict.passed else verdict.sentence
+            if wrong:
+                failures.append(Failure(drawn, number, f"{call.shape}: {wrong}"))
         except Exception as error:
             failures.append(Failure(drawn, number, f"{type(error).__name__}: {error}"))
     return failures
+
+
+def wrong_in_a_block(kernel: Kernel, call: AttentionCall, chosen: Tensor | None) -> str:
+    """Return what a replay would find wrong in a block of calls; empty if it finds nothing.
+
+    A kernel that is inaccurate on the call itself gets no block.
+    """
+    name, accuracy_class = kernel.name, kernel.accuracy_class
+    of_call = LocalJudge(call)
+    output = kernel.attention(**call.arguments())
+    if of_call.judge(name, accuracy_class, output, chosen).finding.status != "ok":
+        return ""
+    inputs = BlockInputs(call, values_only=chosen is not None)
+    outputs: list[Tensor] = []
+    inputs.draw(0, CALLS_OF_A_BLOCK)
+    for number in range(CALLS_OF_A_BLOCK):
+        inputs.apply(number, outputs[-1] if outputs else None)
+        output = kernel.attention(**call.arguments())
+        outputs.append(torch.empty(output_shape(call), dtype=call.dtype, device=call.device))
+        outputs[-1].copy_(output)
+    inputs.restore()
+    return of_call.judge_block(name, accuracy_class, 0, outputs, 0, chosen)
 
 
 def thresholds_for(expected: Expected) -> Thresholds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 
 from benchmarks import results
 from benchmarks.tables.markdown import machine_line, markdown_table
@@ -30,29 +29,22 @@ def _of_workload(workload: str, rows: list[dict[str, str]]) -> str:
 
 
 def defence_overhead() -> str:
-    """List the overhead of judging timed calls in a replay, and of the judge's process alone."""
-    rows = results.read(results.DIRECTORY / "defence_overhead.csv")
-    arms: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
-    for row in rows:
-        names = ("device", "machine.torch", "threads", "calls", "rows", "load")
-        key = tuple(row[name] for name in names)
-        arms[key][row["arm"]] = row
+    """List the share of a replay's time in which workers' rows are confirmed and judged."""
     lines = [
-        "| machine | calls | rows | without, wall | without, CPU | all of it, wall | CPU "
-        "| the judge's process alone, wall | CPU | load |",
-        f"|---|{'---:|' * 9}",
+        "| machine | calls | rows | replay | blocks of calls | other judgements | load |",
+        f"|---|{'---:|' * 6}",
     ]
-    for (device, torch, threads, calls, count, load), found in arms.items():
-        without = [f"{float(found['without'][name]):.1f} s" for name in ("wall_s", "cpu_s")]
-        added = [
-            f"{float(found[arm][name]):+.0%}".replace("%", " %")
-            for arm in ("as it is", "without, and a judge")
-            for name in ("wall", "cpu")
-        ]
-        machine = f"{device}, torch {torch}" + (f", threads: {threads}" if threads else "")
-        cells = [machine, calls, count, *without, *added, load]
+    for row in results.read(results.DIRECTORY / "defence_overhead.csv"):
+        wall_s = float(row["wall_s"])
+        shares = [f"{float(row[name]) / wall_s:.0%}".replace("%", " %") for name in PARTS]
+        threads = f", threads: {row['threads']}" if row["threads"] else ""
+        machine = f"{row['device']}, torch {row['machine.torch']}{threads}"
+        cells = [machine, row["calls"], row["rows"], f"{wall_s:.1f} s", *shares, row["load"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+PARTS = ("blocks_s", "judge_s")
 
 
 def launch_cost() -> str:

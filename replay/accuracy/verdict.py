@@ -70,7 +70,12 @@ class Expected:
         allowed = tolerances_of_heads(call, eager, output, spread)
         exposed = _exposed(call)
         return [
-            cls(output[:, [n]], limits, exposed=None if exposed is None else exposed.cpu()[:, [n]])
+            cls(
+                output[:, [n]],
+                limits,
+                spread=spread[:, [n]],
+                exposed=None if exposed is None else exposed.cpu()[:, [n]],
+            )
             for n, limits in enumerate(allowed)
         ]
 

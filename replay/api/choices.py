@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from replay.api.call_choices import CallChoice
@@ -37,7 +38,6 @@ class MeasureChoice:
     set on a GPU."""
     max_seconds: float | None = None
     """Time limit per kernel and call; by default `SECONDS` on a GPU, `CPU_SECONDS` on a CPU."""
-    max_noise: float | None = None
     baseline: str | None = None
     errors_against: str = "reference"
     metrics: tuple[str, ...] = ()
@@ -78,7 +78,6 @@ class MeasureChoice:
             rounds=self.rounds,
             calls_before=calls_before,
             max_seconds=self.max_seconds or (SECONDS if is_gpu else CPU_SECONDS),
-            max_noise=self.max_noise,
             seed=self.seed,
             baseline=self.baseline or (OWN if self.for_model else None),
             errors_against=self.errors_against,
@@ -186,4 +185,8 @@ def joined_names(names: str | Sequence[Any] | None) -> str | None:
     """Return names of kernels or calls as one comma-separated string."""
     if names is None or isinstance(names, str):
         return names
+    if functions := [name for name in names if isinstance(name, FunctionType)]:
+        raise ChoiceError(
+            f"kernels have names: register {functions[0].__name__} with register_kernel"
+        )
     return ",".join(str(getattr(name, "name", name)) for name in names)

@@ -51,7 +51,12 @@ def check_kernels(names: str | None, special: Sequence[str], *, parse_files: boo
 
 
 def chosen_kernels(
-    names: str | None, special: Sequence[str], where: Execution, device: torch.device
+    names: str | None,
+    special: Sequence[str],
+    where: Execution,
+    device: torch.device,
+    *,
+    workers: bool = True,
 ) -> list[Kernel]:
     """Return the kernels to run.
 
@@ -61,21 +66,38 @@ def chosen_kernels(
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
         where: the workers or this process, where the kernels will run.
+        workers: False if this process runs the kernels.
 
     Raises:
-        ChoiceError: a kernel given by name cannot run in any environment.
+        ChoiceError: a kernel given by name cannot run in any environment, or a worker cannot import
+            a registered function.
     """
     from replay.kernels.registry import find, select
 
     kernels, named = select(names)
+    asked = [find(name) for name in (*named, *special)]
+    if workers:
+        check_importable([*kernels, *asked])
     # Do not probe a user's own kernel: its row reports a failure instead.
-    asked = [kernel for kernel in map(find, [*named, *special]) if kernel.load is None]
+    asked = [kernel for kernel in asked if not kernel.source]
     found = where.probe(asked, device) if asked else {}
     for kernel in asked:
         reasons = [findings[kernel.name].reason for findings in found.values()]
         if all(reasons):
             raise ChoiceError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
     return kernels
+
+
+def check_importable(kernels: Sequence[Kernel]) -> None:
+    """Raise ChoiceError if a worker cannot import a function that this process registered."""
+    from replay.kernels.registered_functions import address_of
+
+    for kernel in kernels:
+        if kernel.source and kernel.load is None and not address_of(kernel.attention):
+            raise ChoiceError(
+                f"a worker process cannot import the function of {kernel.name}: define it at the "
+                "top level of a file, or pass workers=False to run it here, unranked"
+            )
 
 
 def able_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from replay.api.choices import joined_names, thresholds
 from replay.api.chosen_device import ChoiceError, device_of
+from replay.api.chosen_kernels import check_importable
 from replay.api.replay_calls import call_choice
 
 if TYPE_CHECKING:
@@ -163,8 +164,10 @@ def able_kernels(
     if own:
         names = ",".join(part for part in parts if part != captured.NAME)
     kernels, named = select(names)
+    if workers:
+        check_importable(kernels)
     # Do not probe a user's kernel, because its failure would be a finding.
-    ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.load]
+    ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.source]
     probed = _probed(ours, device, timeout, workers=workers) if ours else {}
     absent = {name: found.reason for name, found in probed.items() if found.reason is not None}
     for name in named:

@@ -16,7 +16,7 @@ from replay.report.groups import Group, group_rows, place
 from replay.report.ranking import Fastest, fastest
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.fields import FIELDS, leaf
-from replay.rows.row import KernelId, Row
+from replay.rows.row import UNCONFIRMED, KernelId, Row
 from replay.rows.row_files import RowsError, read_jsonl, row_to_json, save_jsonl
 
 Rowlike = str | os.PathLike[str] | Iterable[Row]
@@ -195,8 +195,13 @@ def rows_of(given: Rowlike) -> Sequence[Row]:
 
 def _printed(row: Row) -> tuple[str, ...]:
     time = "" if row.time_ms is None else f"{row.time_ms.p50:.4g}"
-    speedup = speedup_text(row.speedup) if row.speedup else ""
-    return tuple(map(printable, (str(row.id), row.call.name, time, speedup, row.status)))
+    return tuple(map(printable, (str(row.id), row.call.name, time, _speedup(row), row.status)))
+
+
+def _speedup(row: Row) -> str:
+    if row.is_unconfirmed:
+        return UNCONFIRMED
+    return speedup_text(row.speedup) if row.speedup else ""
 
 
 def _line(row: Row) -> tuple[object, ...]:
@@ -207,7 +212,7 @@ def _line(row: Row) -> tuple[object, ...]:
         place(row.call),
         str(row.call.shape),
         row.time_ms and row.time_ms.p50,
-        speedup_text(row.speedup) if row.speedup else "",
+        _speedup(row),
         row.tflops,
         errors and f"{errors.cosine:.6f}",
         errors and f"{errors.relative_l1:.1e}",

@@ -36,7 +36,6 @@ def replay(
     rounds: int = ROUNDS,
     calls_before: int | None = None,
     max_seconds: float | None = None,
-    max_noise: float | None = None,
     max_time: float | None = None,
     baseline: str | None = None,
     errors_against: str = "reference",
@@ -53,7 +52,8 @@ def replay(
 ) -> Rows:
     """Run kernels on calls, in worker processes, and return a row for each kernel and call.
 
-    A script needs no `if __name__ == "__main__"`, because worker processes do not import scripts.
+    A script needs `if __name__ == "__main__"` only if it registers a kernel, because worker
+    processes import the script then.
 
     Args:
         dataset: a directory that `capture` wrote, an archive of one, an address, an open dataset,
@@ -68,7 +68,6 @@ def replay(
         rounds: samples per kernel and call.
         calls_before: untimed calls of the same kernel before each sample.
         max_seconds: time limit per kernel and call, which may reduce the rounds.
-        max_noise: end the rounds once the uncertainty of every median is below this share.
         max_time: seconds after which the replay ends; the most representative calls run first.
         baseline: kernel that speed-ups are relative to; None for the kernel that the model called.
         errors_against: output that errors are relative to: "reference", "captured" or a kernel.
@@ -78,7 +77,8 @@ def replay(
         gpus: "all", or indices of GPUs to spread the calls over.
         ray: address of a Ray cluster to spread the calls over.
         env: interpreters of other Python environments, by name.
-        workers: False to run kernels in this process, where a crash ends it.
+        workers: False to run kernels in this process, where a crash ends it. Your own kernels are
+            not ranked then.
         timeout: seconds after which a hanging kernel is killed.
         progress: False to hide progress and hints on stderr.
         for_model: measure as in a model, for `plan` and `verify`.
@@ -98,7 +98,6 @@ def replay(
         rounds=rounds,
         calls_before=calls_before,
         max_seconds=max_seconds,
-        max_noise=max_noise,
         baseline=baseline,
         errors_against=errors_against,
         metrics=tuple(metrics),

@@ -105,7 +105,11 @@ class Session:
         self.dataset = request.calls.opened(quiet=self._quiet)
         self._where = stack.enter_context(self._execution(first, cluster))
         self.kernels = chosen_kernels(
-            request.kernels, request.measure.special_kernels, self._where, self.device
+            request.kernels,
+            request.measure.special_kernels,
+            self._where,
+            self.device,
+            workers=not place.in_process,
         )
         self.settings = request.measure.settings(self.device)
         self.machines = self._where.machines(self.device)

@@ -1,4 +1,4 @@
-"""The check of a kernel's output in untimed runs, before and after the kernel is timed."""
+"""The check of a kernel's output before it is timed, and the blocks that confirm it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import gc
 import io
 import math
-import statistics
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,31 +19,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attention_replay.errors import Error
-from capture.call.strides import narrow_expanded
+from replay.bench.confirmation import MOST_BLOCKS, Blocks
 from replay.bench.forms import Forms
 from replay.bench.resources import launched_programs, with_peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
-from replay.bench.stages import CheckedKernel, ReverifiedKernel, TimedKernel
+from replay.bench.stages import CheckedKernel, ConfirmedKernel, TimedKernel
+from replay.isolation.block import calls_of_block, output_shape, run_block
+from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.inputs import POISON, Inputs, drop_in
-from replay.isolation.judge import OTHER_TIMER, OutputJudge
+from replay.isolation.judge import OutputJudge
 from replay.isolation.output_form import malformed
 from replay.isolation.process_state import ProcessState
-from replay.kernels.failures import CannotJudge, ContextLost, Finding, classify
+from replay.kernels.failures import ContextLost, Finding, classify
 from replay.kernels.registry import Kernel, ScaledCore
-from replay.rows.errors_of_output import Accuracy
-from replay.timing import in_a_row
 from replay.timing.gpu_state import gpu_is_lost
-from replay.timing.rounds import Samples
+from replay.timing.rounds import Turns, alone
 from replay.timing.timer import first_call
 
 LONGEST_FILE_NAME = 200
 """Maximum number of characters of a kernel's file name; file systems allow 255 bytes."""
-
-BETWEEN_CALLS_MS = 0.005
-"""Time that a GPU needs between two calls in a row, however short the calls are."""
-PATIENCE_S = 2.0
-"""Time for more tries if calls in a row seem slower than the samples. Other processes on the same
-GPU slow down most tries."""
 
 
 class OutputNotSaved(Error):
@@ -100,7 +92,7 @@ class Checker:
             checked, output, error = self._first_call(checked, alive)
             if error is not None:
                 raise error
-            if wrong := self._process_state.replaced(kernel.name) or malformed(output, self._call):
+            if wrong := malformed(output, self._call):
                 return replace(checked, finding=Finding("error", wrong))
             if checked.changed_inputs:  # later calls must not reach the other kernels' inputs
                 checked = replace(checked, call=call.to(call.device))
@@ -117,53 +109,95 @@ class Checker:
             _save(output, kernel, self._save_to)
         return checked
 
-    def reverify(self, timed: TimedKernel) -> ReverifiedKernel:
-        """Judge the outputs of a kernel and its core again after they were timed.
+    def confirm(
+        self,
+        all_timed: Sequence[TimedKernel],
+        baseline: str,
+        report: Callable[[str], None] = lambda name: None,
+        turns: Turns = alone,
+    ) -> list[ConfirmedKernel]:
+        """Confirm kernels' times and outputs in blocks of calls, and judge each core once.
 
         Timed calls may differ from the first call: from the third call on, a kernel may replay a
-        CUDA graph that lacks a launch. A graph writes to the same memory each time, so its output
-        memory is poisoned too.
-        """
-        checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
-        kernel, core_fault = checked.kernel.name, ""
-        if timed.samples is not None and timed.samples.error is not None:
-            finding = classify(timed.samples.error)
-        else:
-            if timed.samples is not None and finding.status == "ok":
-                try:
-                    while_timed = self._timed_finding(timed)
-                except (CannotJudge, OSError) as error:
-                    while_timed = classify(error)
-                last: list[Any] = []
-                if while_timed.status == "ok":
-                    while_timed = self._in_a_row(checked, timed.samples, last)
-                finding, accuracy = self._judged_again(checked, timed.samples, last)
-                finding = finding if while_timed.status == "ok" else while_timed
-            core_fault = self._core_fault(timed, finding)
-        self._process_state.restore(kernel)
-        if finding.status == "ok" and (replaced := self._process_state.replaced(kernel)):
-            finding = Finding("error", replaced)
-        return ReverifiedKernel(
-            timed, finding, accuracy, core_fault, self._process_state.flags(kernel)
-        )
+        CUDA graph that lacks a launch.
 
-    def _timed_finding(self, timed: TimedKernel) -> Finding:
-        """Judge outputs of timed calls, whose inputs differed from call to call."""
-        checked = timed.checked
-        if replaced := self._process_state.replaced(checked.kernel.name):
-            return Finding("error", replaced)
-        if fault := timed.fault or timed.block_fault:
-            return Finding("error", f"right when it was checked; {fault}")
-        kernel = checked.kernel
-        for samples, when in (
-            (timed.drawn_samples, "when timed"),
-            (timed.block_samples, "when its energy was measured"),
-        ):
-            wrong = self._judge.judge_samples(
-                kernel.name, kernel.accuracy_class, list(samples), checked.chosen
+        Args:
+            baseline: kernel that gets a block in every round, so that blocks are paired.
+            report: called with a kernel's name before its blocks.
+        """
+        findings = {timed.checked.kernel.name: _after_samples(timed) for timed in all_timed}
+        blocks = {name: Blocks() for name in findings}
+        ran = [timed for timed in all_timed if timed.samples is not None]
+
+        def is_open(timed: TimedKernel) -> bool:
+            """Return whether a kernel needs another block."""
+            kernel = timed.checked.kernel
+            found = blocks[kernel.name]
+            return findings[kernel.name].status == "ok" and (
+                not found.ms or (self._is_claim(kernel) and not found.settle(timed.p50))
             )
-            if wrong:
-                return Finding("inaccurate", f"right when it was checked, wrong {when}: {wrong}")
+
+        def is_done() -> bool:
+            return not any(map(is_open, ran))
+
+        for turn in turns(MOST_BLOCKS, is_done) if not is_done() else ():
+            for timed in ran:
+                name = timed.checked.kernel.name
+                is_again = turn.number and name == baseline and findings[name].status == "ok"
+                if is_again or is_open(timed):
+                    report(name)
+                    findings[name] = self._run_block(timed, blocks[name])
+        return [
+            self._confirmed(timed, findings[name], blocks[name])
+            for timed in all_timed
+            if (name := timed.checked.kernel.name)
+        ]
+
+    def _is_claim(self, kernel: Kernel) -> bool:
+        """Return whether a kernel may have falsified its samples."""
+        return bool(kernel.process) and self._options.in_worker
+
+    def _confirmed(self, timed: TimedKernel, finding: Finding, blocks: Blocks) -> ConfirmedKernel:
+        core_fault = timed.core_fault
+        if timed.samples is None or timed.samples.error is None:
+            core_fault = self._core_fault(timed, finding)
+        kernel = timed.checked.kernel.name
+        self._process_state.restore(kernel)
+        flags = self._process_state.flags(kernel)
+        return ConfirmedKernel(timed, finding, timed.checked.accuracy, core_fault, flags, blocks)
+
+    def _run_block(self, timed: TimedKernel, blocks: Blocks) -> Finding:
+        """Run a block of calls; return the kernel's status and reason afterwards."""
+        checked, call, kernel = timed.checked, timed.checked.call, timed.checked.kernel
+        assert timed.samples is not None
+        output_bytes = math.prod(output_shape(call)) * call.dtype.itemsize
+        calls = calls_of_block(max(timed.p50, timed.samples.host_ms or 0.0), output_bytes)
+        self._inputs.restore(call)
+        inputs = BlockInputs(call, self._call, values_only=checked.chosen is not None)
+
+        def apply(number: int, last: Tensor | None) -> None:
+            self._inputs.rewrite(call, checked.changed_inputs)
+            inputs.apply(number, last)
+
+        try:
+            inputs.draw(0, calls)  # loads what the first use of an operation loads
+            apply(1, torch.zeros(output_shape(call), dtype=call.dtype, device=call.device))
+            inputs.restore()
+            checked.run()
+            seed, outputs = self._judge.begin_block(kernel.name, calls, checked.chosen)
+            inputs.draw(seed, calls)
+            wrong = run_block(checked.run, call, apply, outputs)
+            seen = self._judge.end_block(kernel.accuracy_class, wrong, inputs.restore)
+        except BaseException as error:
+            return self._failure(error)
+        finally:
+            inputs.restore()
+            self._inputs.restore(call)
+            self._process_state.restore(kernel.name)
+        if seen.wrong:
+            reason = f"right when it was checked, wrong on other inputs: {seen.wrong}"
+            return Finding("error" if wrong else "inaccurate", reason)
+        blocks.add(seen)
         return checked.finding
 
     def _first_call(
@@ -267,82 +301,6 @@ class Checker:
             return False
         return True
 
-    def _in_a_row(self, checked: CheckedKernel, samples: Samples, last: list[Any]) -> Finding:
-        """Check that calls in a row leave no work behind and are about as fast as the samples.
-
-        Args:
-            last: receives the output of the last call.
-        """
-        device, call_ms = self._settings.device, statistics.median(samples.ms)
-        limit_ms = OTHER_TIMER * call_ms + BETWEEN_CALLS_MS
-        fastest_ms, tries = math.inf, 0
-        began = time.monotonic()
-
-        def run() -> None:
-            last.clear()  # frees the previous output before the call, as in a sample
-            last.append(checked.run())
-
-        try:
-            while tries < in_a_row.TRIES or time.monotonic() - began < PATIENCE_S:
-                tries += 1
-                seen = in_a_row.look(run, device, call_ms, samples.host_ms or 0.0)
-                if seen.left_ms:
-                    return Finding(
-                        "error",
-                        f"{seen.left_ms:.3g} ms of its work outlive the call, on a stream that "
-                        "is not waited for",
-                    )
-                fastest_ms = min(fastest_ms, seen.gpu_ms or 0.0)
-                if fastest_ms <= limit_ms:
-                    return checked.finding
-        except BaseException as error:
-            return classify(error)
-        finally:
-            self._inputs.restore(checked.call)
-        return Finding(
-            "error",
-            f"its samples say {call_ms:.3g} ms a call, and calls in a row took {fastest_ms:.3g} ms "
-            "each by another clock: something changed the timer",
-        )
-
-    def _judged_again(
-        self, checked: CheckedKernel, samples: Samples, last: list[Any]
-    ) -> tuple[Finding, Accuracy | None]:
-        """Judge the output of one more call, which the judge times if it has a clock.
-
-        Args:
-            last: holds the output of an earlier call, if one was made after the samples.
-        """
-        kernel, run = checked.kernel, checked.run
-        try:
-            if not last:
-                self._inputs.restore(checked.call)
-                last.append(run())
-            with (
-                torch.inference_mode()
-            ):  # an output that was made in inference mode cannot be changed outside that mode
-                narrow_expanded(last.pop()).fill_(POISON)
-            self._inputs.restore(checked.call)
-            self._inputs.poison(checked.call)
-            call_ms, device = statistics.median(samples.ms), self._settings.device
-            clocked = self._judge.clock(kernel.name, run, device, call_ms)
-            if clocked is None:
-                self._inputs.restore(checked.call)
-                self._inputs.poison(checked.call)
-            output = run() if clocked is None else clocked
-            if wrong := malformed(output, self._call):
-                return Finding("error", f"{wrong} after it was timed"), checked.accuracy
-            judged = self._judge.judge(
-                kernel.name, kernel.accuracy_class, output, checked.chosen, with_accuracy=False
-            )
-        except BaseException as error:
-            return classify(error), checked.accuracy
-        finally:
-            self._inputs.restore(checked.call)
-        if judged.finding.status == "ok":
-            return checked.finding, checked.accuracy
-        return _wrong_again(judged.finding.reason), judged.accuracy
-
     def _core_fault(self, timed: TimedKernel, finding: Finding) -> str:
         """Return why the time of a kernel's core must be discarded; empty if it is valid.
 
@@ -375,6 +333,13 @@ class Checker:
         finally:
             self._inputs.restore(checked.call)
         return "" if judged.status == "ok" else f"it is wrong: {judged.reason}"
+
+
+def _after_samples(timed: TimedKernel) -> Finding:
+    """Return a kernel's status and reason after it was timed."""
+    if timed.samples is None or timed.samples.error is None:
+        return timed.checked.finding
+    return classify(timed.samples.error)
 
 
 def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:

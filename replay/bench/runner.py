@@ -1,9 +1,8 @@
-"""The replay of calls in this process: check each kernel, time it, judge it again, make its row."""
+"""The replay of calls in this process: check each kernel, time it, confirm it, make its row."""
 
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,20 +20,22 @@ from replay.accuracy.nonfinite import nonfinite_inputs
 from replay.bench.energy_rows import with_energy
 from replay.bench.forms import Forms, refusal
 from replay.bench.output_check import Checker, output_of, stderr_apart
-from replay.bench.sampled_outputs import SampledOutputs, TimedPart
 from replay.bench.settings import Settings, WorkerOptions
+from replay.bench.shared_inputs import SharedInputs, TimedPart
+from replay.bench.speedups import with_speedups
 from replay.bench.stages import CheckedKernel, TimedKernel, make_row
+from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs
-from replay.isolation.judge import LocalJudge, OutputJudge
+from replay.isolation.judge import OutputJudge
 from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.agreement import with_agreement
-from replay.rows.row import HERE, CallFacts, Machine, Mask, Roof, Row, Status
+from replay.rows.row import HERE, UNCONFIRMED, CallFacts, Machine, Mask, Roof, Row, Status
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
-from replay.timing.rounds import measure
+from replay.timing.rounds import Turns, alone, measure
 from replay.workloads.workload import Workload
 
 DEFAULT_BASELINE = "torch-default"
@@ -48,9 +49,12 @@ DONE = "done"
 STAGES = (LOADING, REFERENCE, TIMING, DONE)
 """Stages that are reported as progress while no kernel runs; a running kernel is named instead."""
 
-JudgeFactory = Callable[[AttentionCall, int, Settings, "Tensor | None"], OutputJudge]
-"""Function that makes the judge of a call from the call, the seed of its perturbations, the
-settings, and the output of the kernel that errors are computed against."""
+IN_PROCESS = f"{UNCONFIRMED}: a kernel of yours ran in the process that timed and judged it"
+"""Flag of a user's kernel that ran without a worker process."""
+
+JudgeFactory = Callable[[AttentionCall, Settings, "Tensor | None"], OutputJudge]
+"""Function that makes the judge of a call from the call, the settings, and the output of the kernel
+that errors are computed against."""
 
 
 class Loaded(NamedTuple):
@@ -60,6 +64,8 @@ class Loaded(NamedTuple):
     machine: Machine
     roof: Roof | None = None
     """Measured peaks of the machine; None unless the settings request `roofline`."""
+    baseline: str = ""
+    """Kernel that speed-ups are relative to."""
 
 
 def replay_here(
@@ -71,14 +77,15 @@ def replay_here(
     options: WorkerOptions = WorkerOptions(),  # noqa: B008 - it is immutable
     judge_factory: JudgeFactory | None = None,
     process_state: ProcessState | None = None,
+    turns: Turns = alone,
 ) -> Iterator[Row]:
     """Yield a row for every kernel on every call, in order; an unreadable call gets one error row.
 
     Everything runs in this process, so a kernel that crashes ends the process
-    (`replay.workers.environments.replay_in_workers` uses workers instead).
+    (`replay.workers.shared_rounds.replay_in_workers` uses workers instead).
 
     Each output is checked against the reference before anything is timed. All kernels of a call are
-    timed together, in shuffled rounds. Afterwards their outputs are checked again.
+    timed together, in shuffled rounds. Afterwards, blocks of calls confirm their times and outputs.
     """
     with torch.no_grad():  # kernels run in this mode, so a change of mode is noticed
         process_state = process_state or ProcessState()
@@ -98,14 +105,29 @@ def replay_here(
             forms = Forms.of(call)
             if settings.roofline and call.dtype not in roofs:
                 roofs[call.dtype] = measure_roof(call.dtype, settings.device)
-            loaded = Loaded(_facts(workload, forms), machine, roofs.get(call.dtype))
+            stage = functools.partial(report, workload)
+            loaded = Loaded(
+                _facts(workload, forms),
+                machine,
+                roofs.get(call.dtype),
+                _baseline(call, settings, options, stage),
+            )
             if on_loaded is not None:
                 on_loaded(loaded)
-            stage = functools.partial(report, workload)
             with torch.no_grad():  # as in models; inference mode would make launches cheaper
                 rows = _replay_call(
-                    forms, loaded, kernels, settings, options, stage, judge_factory, process_state
+                    forms,
+                    loaded,
+                    kernels,
+                    settings,
+                    options,
+                    stage,
+                    judge_factory,
+                    process_state,
+                    turns,
                 )
+            if not options.in_worker:  # the parent of workers compares the rows of all workers
+                rows = with_speedups(rows, loaded.baseline)
         except DatasetError as error:
             rows = [unreadable(workload, "error", str(error))]
         except (RuntimeError, MemoryError) as error:
@@ -117,7 +139,7 @@ def replay_here(
             reason = f"{workload.name}: {finding.reason}"
             rows = [unreadable(workload, finding.status, reason)]
         report(workload, DONE)
-        yield from with_agreement(rows)
+        yield from rows if options.in_worker else with_agreement(rows)
 
 
 def _replay_call(
@@ -129,18 +151,18 @@ def _replay_call(
     report: Callable[[str], None],
     judge_factory: JudgeFactory,
     process_state: ProcessState,
+    turns: Turns,
 ) -> list[Row]:
     call = forms.call
-    baseline = _baseline(call, settings, options, report)
     everyone = {kernel.name: kernel for kernel in kernels}
-    for name in (baseline, settings.compared_kernel):
-        if name is not None and name not in options.excluded:
-            everyone.setdefault(name, find(name))
+    for name in filter(None, (loaded.baseline, settings.compared_kernel)):
+        if options.has(special := find(name)):
+            everyone.setdefault(name, special)
     # Copy the inputs before any kernel runs, because a kernel may change them.
-    inputs, seed = Inputs(*forms.all), secrets.randbits(63)
+    inputs = Inputs(*forms.all)
     compared = _compared_output(forms, inputs, process_state, everyone, settings, report)
     report(REFERENCE)
-    judge = judge_factory(call, seed, settings, compared)
+    judge = judge_factory(call, settings, compared)
     save_to = _save_to(settings, options, loaded.facts)
     checker = Checker(forms, inputs, process_state, judge, settings, options, save_to)
     checked = []
@@ -152,30 +174,19 @@ def _replay_call(
         checked.append(found)
     # Time kernels only after all were checked, so that the rounds contain no compilation.
     report(TIMING)
-    reverified = {}
-    observer = SampledOutputs(checked, inputs, process_state, seed)
-    all_timed = time_together(checked, observer, settings, options, report)
+    observer = SharedInputs(checked, inputs, process_state)
+    all_timed = time_together(checked, observer, settings, options, report, turns)
     if settings.energy:
         for place, timed in enumerate(all_timed):
             report(timed.checked.kernel.name)
-            all_timed[place] = with_energy(timed, inputs, process_state, seed, settings.device)
-    for timed in all_timed:
-        name = timed.checked.kernel.name
-        if timed.samples is not None:
-            report(name)
-        reverified[name] = checker.reverify(timed)
-    return [
-        make_row(
-            kernel,
-            reverified.get(baseline),
-            loaded.facts,
-            settings,
-            options,
-            loaded.machine,
-            loaded.roof,
-        )
-        for kernel in reverified.values()
-    ]
+            all_timed[place] = with_energy(timed, inputs, process_state, settings.device)
+    rows = []
+    for confirmed in checker.confirm(all_timed, loaded.baseline, report, turns):
+        row = make_row(confirmed, loaded.facts, settings, options, loaded.machine, loaded.roof)
+        if confirmed.timed.checked.kernel.source and not options.in_worker and row.is_correct:
+            row = replace(row, flags=(*row.flags, IN_PROCESS))
+        rows.append(row)
+    return rows
 
 
 def _baseline(
@@ -188,8 +199,8 @@ def _baseline(
     recorded backend, if it can run. For calls with features beyond SDPA, the baseline is the first
     of the recorded function and `BEYOND_SDPA` that can run.
     """
-    if settings.baseline is not None:
-        return settings.baseline
+    if settings.baseline is not None or options.process or options.environment != HERE:
+        return settings.baseline or ""
     origin = call.origin
     if call.features:
         asked = [origin.backend, *BEYOND_SDPA]
@@ -219,12 +230,10 @@ def _other_choice(call: AttentionCall) -> tuple[str, ...]:
     return (f"PyTorch chooses {here} here, and chose {recorded} when the call was recorded",)
 
 
-def local_judge(
-    call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
-) -> OutputJudge:
+def local_judge(call: AttentionCall, settings: Settings, compared: Tensor | None) -> OutputJudge:
     """Make a judge in this process, which protects only against accidents."""
-    return LocalJudge(
-        call, seed, settings.errors_against, settings.compare_stats, compared, settings.tolerances
+    return InProcessJudge(
+        call, settings.errors_against, settings.compare_stats, compared, settings.tolerances
     )
 
 
@@ -254,10 +263,11 @@ def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Pa
 
 def time_together(
     checked: Sequence[CheckedKernel],
-    observer: SampledOutputs,
+    observer: SharedInputs,
     settings: Settings,
     options: WorkerOptions,
     report: Callable[[str], None],
+    turns: Turns = alone,
 ) -> list[TimedKernel]:
     """Time the kernels that ran, and their cores, in the same shuffled rounds."""
     functions: dict[TimedPart, Callable[[], Tensor]] = {}
@@ -284,12 +294,11 @@ def time_together(
             calls_before=settings.calls_before,
             seed=settings.seed,
             max_seconds=settings.max_seconds,
-            max_noise=settings.max_noise,
             on_sample=lambda part: report(part.kernel),
             synchronous=options.synchronous,
             observer=observer,
+            turns=turns,
         )
-    observer.close()
     return [
         TimedKernel(
             member,
@@ -297,8 +306,6 @@ def time_together(
             functions.get(TimedPart(name, is_core=True)),
             measured.get(TimedPart(name, is_core=True)),
             faults.get(name, ""),
-            tuple(observer.drawn_samples(name)),
-            observer.fault(name),
             tuple(sorted(observer.changed.get(name, ()))),
         )
         for member in checked

@@ -12,6 +12,7 @@ import torch
 from attention_replay.errors import Error
 from capture.text.limits import natural, positive
 from replay.accuracy.thresholds import Thresholds
+from replay.kernels.registry import Kernel
 from replay.rows.row import HERE
 from replay.timing.defaults import ROUNDS, SECONDS
 from replay.timing.timer import Cache
@@ -35,8 +36,6 @@ class Settings:
     rounds: int = ROUNDS
     max_seconds: float = SECONDS
     """Time limit for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
-    max_noise: float | None = None
-    """Relative noise of times; the rounds end once no kernel's noise is above this limit."""
     calls_before: int = 0
     """Number of untimed calls of the kernel before each sample, like a model's other layers."""
     seed: int = 0
@@ -74,11 +73,6 @@ class Settings:
         if not (_is_number(self.max_seconds) and 0 < self.max_seconds < math.inf):
             raise SettingsError(
                 f"max_seconds must be a number greater than 0, not {self.max_seconds!r}"
-            )
-        noise = self.max_noise
-        if noise is not None and not (_is_number(noise) and 0 < noise <= 1):
-            raise SettingsError(
-                f"max_noise must be a number greater than 0 and at most 1, or None, not {noise!r}"
             )
         object.__setattr__(self, "device", device)
         if self.save_output is not None:
@@ -121,13 +115,23 @@ class WorkerOptions:
     """True if this process only runs kernels, and its parent keeps their stdout and stderr."""
     environment: str = HERE
     process: str = ""
-    """Name of the only kernel in this worker; empty for the worker that kernels share."""
+    """File, package or kernel that this worker belongs to; empty for the worker of known
+    kernels."""
+    rounds: str = ""
+    """Name of the rounds that this process shares with others, for the rows."""
     synchronous: bool = False
     """Wait for each sample before the next begins, so that a crash can be traced to a kernel."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
     shared_file: str = ""
     """File that passes outputs to a judge in another process; empty to judge in this process."""
+
+    def has(self, kernel: Kernel) -> bool:
+        """Return whether a baseline, or the kernel that errors are relative to, runs here."""
+        if kernel.name in self.excluded:
+            return False
+        here = self.environment == HERE and self.process == kernel.process
+        return here or not self.in_worker
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON for a worker."""

@@ -5,24 +5,25 @@ Each stage contains the previous one and is immutable.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from replay.bench.confirmation import Blocks, with_blocks
 from replay.bench.settings import Settings, WorkerOptions
 from replay.isolation.inputs import drop_in
-from replay.isolation.judge import Sample
 from replay.kernels.failures import Finding
 from replay.kernels.libraries import is_interpreted
 from replay.kernels.registry import Kernel
 from replay.rows.errors_of_output import Accuracy, Summary
-from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row, SpeedupOver
+from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row
 from replay.timing import flops
 from replay.timing.energy import EnergyBlock
 from replay.timing.rounds import Samples
-from replay.timing.statistics import speedup_between, summarize
+from replay.timing.statistics import summarize
 from replay.timing.timer import TIMERS
 
 NO_ENERGY = "no energy: "
@@ -87,25 +88,22 @@ class TimedKernel:
     core_samples: Samples | None = None
     core_fault: str = ""
     """Reason why the kernel's core could not be timed."""
-    drawn_samples: tuple[Sample, ...] = ()
-    """Rows of the outputs of some timed calls."""
-    fault: str = ""
-    """Wrong shape, dtype or other form of a timed output (`replay.isolation.output_form`)."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that changed while the kernel was timed."""
-    block: EnergyBlock | None = None
-    """Energy of a block of calls without gaps; None unless measured."""
-    block_samples: tuple[Sample, ...] = ()
-    """Rows of the outputs of some calls of the block."""
-    block_fault: str = ""
-    """Wrong shape, dtype or other form of an output of the block."""
+    energy: EnergyBlock | None = None
+    """Energy of a second of calls without gaps; None unless measured."""
     no_energy: str = ""
     """Reason why energy could not be measured."""
 
+    @property
+    def p50(self) -> float:
+        """Median of the samples in milliseconds; 0 without samples."""
+        return statistics.median(self.samples.ms) if self.samples else 0.0
+
 
 @dataclass(frozen=True)
-class ReverifiedKernel:
-    """A kernel that was judged again after it was timed."""
+class ConfirmedKernel:
+    """A kernel whose time and outputs were confirmed by a block of calls (`isolation.block`)."""
 
     timed: TimedKernel
     finding: Finding
@@ -114,34 +112,28 @@ class ReverifiedKernel:
     """Reason to discard the core's time; empty if the time is valid or there is no core."""
     flags: tuple[str, ...] = ()
     """Settings of the process that the kernel changes."""
-
-    @property
-    def ms(self) -> tuple[float, ...]:
-        """Milliseconds of each round; empty unless the kernel may be compared with others."""
-        samples = self.timed.samples
-        return samples.ms if samples is not None and self.finding.status == "ok" else ()
+    blocks: Blocks = field(default_factory=Blocks)
 
 
 def make_row(
-    reverified: ReverifiedKernel,
-    baseline: ReverifiedKernel | None,
+    confirmed: ConfirmedKernel,
     facts: CallFacts,
     settings: Settings,
     options: WorkerOptions,
     machine: Machine,
     roof: Roof | None = None,
 ) -> Row:
-    """Make a kernel's row after all stages, with its speed-up over the baseline."""
-    timed = reverified.timed
+    """Make a kernel's row after all stages."""
+    timed = confirmed.timed
     checked, call = timed.checked, timed.checked.call
-    is_timed = reverified.finding.status in ("ok", "inaccurate")
+    is_timed = confirmed.finding.status in ("ok", "inaccurate")
     samples = timed.samples if is_timed else None
-    core = timed.core_samples if is_timed and not reverified.core_fault else None
+    core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms, samples.interrupted)
     layer_host_ms = None
     if samples is not None and samples.layer_host_ms:
         layer_host_ms = summarize(samples.layer_host_ms)
-    block = timed.block if is_timed else None
+    block = timed.energy if is_timed else None
     settled = block if block is not None and block.settles else None
     tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
     intensity = flops.arithmetic_intensity(call)
@@ -149,9 +141,9 @@ def make_row(
     if roof is not None and tflops:  # a call without visible keys has no operations
         share = tflops / roof.at(intensity)
     is_above = share is not None and share > MOST_OF_ROOF
-    flags = [checked.not_deterministic, *checked.flags, *reverified.flags]
-    if reverified.core_fault:
-        flags.append(f"no core time: {reverified.core_fault}")
+    flags = [checked.not_deterministic, *checked.flags, *confirmed.flags]
+    if confirmed.core_fault:
+        flags.append(f"no core time: {confirmed.core_fault}")
     if timed.no_energy:
         flags.append(f"{NO_ENERGY}{timed.no_energy}")
     if samples is not None and (sentence := samples.interruption):
@@ -160,19 +152,19 @@ def make_row(
         flags.append("took longer than --max-seconds")
     if is_above:
         flags.append(ABOVE_ROOF)
-    return Row(
+    row = Row(
         kernel=checked.kernel.name,
         call=facts,
-        status=reverified.finding.status,
-        reason=reverified.finding.reason,
+        status=confirmed.finding.status,
+        reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
+        rounds=options.rounds,
         restated_as=checked.restated_as,
         flags=tuple(dict.fromkeys(filter(None, flags))),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
-        speedup=_speedup(reverified, baseline),
         tflops=tflops,
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=intensity,
@@ -185,7 +177,7 @@ def make_row(
         energy=None if block is None else _energy(block, call),
         burst_ms=None if settled is None else settled.burst_ms,
         sustained_ms=None if settled is None else settled.sustained_ms,
-        accuracy=reverified.accuracy,
+        accuracy=confirmed.accuracy,
         accuracy_class=checked.kernel.accuracy_class,
         tolerances=settings.tolerances.changes(),
         kept=checked.kept,
@@ -200,20 +192,10 @@ def make_row(
         calls_before=None if samples is None else settings.calls_before,
         machine=machine,
     )
+    # The parent of a worker compares the row with blocks that it clocked itself.
+    return row if options.in_worker else with_blocks(row, confirmed.blocks)
 
 
 def _energy(block: EnergyBlock, call: AttentionCall) -> Energy:
     per_joule = flops.flops(call) / block.mj / 1e9
     return Energy(block.mj, per_joule, block.power_w, block.seconds)
-
-
-def _speedup(reverified: ReverifiedKernel, baseline: ReverifiedKernel | None) -> SpeedupOver | None:
-    if baseline is None or reverified is baseline:
-        return None
-    before, after = baseline.timed.samples, reverified.timed.samples
-    if before is None or after is None or not (baseline.ms and reverified.ms):
-        return None
-    found = speedup_between(
-        (summarize(before.ms, before.interrupted), summarize(after.ms, after.interrupted))
-    )
-    return SpeedupOver(**vars(found), vs=baseline.timed.checked.kernel.name)

@@ -35,6 +35,7 @@ from replay.cli.report import check_report, write
 from replay.cli.requests import metrics_of, request_of
 from replay.cli.stdout import reserved_stdout
 from replay.distribution.time_limit import in_words
+from replay.rows.row import INTERRUPTED_BLOCKS
 from replay.rows.row_files import save_jsonl, write_jsonl
 
 if TYPE_CHECKING:
@@ -166,7 +167,11 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
         say(f"failed: {', '.join(sorted(failed))}")
     code = 1 if unreadable or (check and failed) else 0
     code = max(code, say_unwritten(replay.unwritten))
-    unclear = {str(row.id) for row in rows if row.speedup and row.speedup.reason == "interrupted"}
+    unclear = {
+        str(row.id)
+        for row in rows
+        if (row.speedup and row.speedup.reason == "interrupted") or INTERRUPTED_BLOCKS in row.flags
+    }
     if not (check and unclear) or code:
         return code
     names = ", ".join(sorted(unclear))

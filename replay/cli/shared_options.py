@@ -163,7 +163,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         type=positive_number,
         default=300.0,
     ),
-    "--in-process": _flag("run without worker processes; a crash then ends the run"),
+    "--in-process": _flag(
+        "run without workers: a crash ends the run, and your kernels are not ranked"
+    ),
     "--metric": _names("A,B", f"columns: {', '.join(ALL_METRICS)}", default=DEFAULT_METRICS),
     "--errors-against": _text(
         "WHAT",

@@ -104,12 +104,12 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel's speed; return None unless both rows are correct and have the figure.
+    """Compare a kernel's speed; return None unless both rows are correct, confirmed and timed.
 
     Args:
         spread: share by which two runs of the same kernels differ.
     """
-    if not (before.is_correct and after.is_correct):
+    if any(not row.is_correct or row.is_unconfirmed for row in (before, after)):
         return None
     if basis == "time":
         # Put the earlier time in the numerator, so that a ratio above 1 is a gain.

@@ -17,6 +17,7 @@ from capture.recording.record import record
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.examinations import Diagnoses, diagnose
+from replay.kernels.registered_functions import address_of
 from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
 from replay.workloads.recorded import from_directory
 from replay.workloads.workload import Workload
@@ -90,5 +91,7 @@ def _exists_only_in_this_process(kernel: Kernel) -> bool:
     """Return True if a kernel is a function of the user's that a new process could not import."""
     if kernel is CAPTURED or kernel.load is not None:
         return False
+    if kernel.source:
+        return not address_of(kernel.attention)
     module = getattr(kernel.attention, "__module__", "") or ""
     return not module.startswith("replay.")

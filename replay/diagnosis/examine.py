@@ -25,8 +25,9 @@ from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.poison import poisoned
 from replay.diagnosis.subject import Evidence, Hypothesis, KernelRunner, Subject, row_shares
+from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs, aliases
-from replay.isolation.judge import Judged, LocalJudge
+from replay.isolation.judge import Judged
 from replay.isolation.output_form import malformed
 from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, classify
@@ -73,7 +74,7 @@ def examine(
         return Examined(*examine_captured(call, settings))
     forms = Forms.of(call)
     inputs = Inputs(*forms.all)
-    judge = _Keeping(call, 0, thresholds=settings.tolerances)
+    judge = _Keeping(call, thresholds=settings.tolerances)
     checker = Checker(forms, inputs, process_state, judge, settings, WorkerOptions())
     checked = checker.check(kernel)
     status, reason = checked.finding
@@ -129,7 +130,7 @@ def failure(status: str, reason: str) -> Evidence:
     return Evidence("unknown", f"{what}: {reason}", {"status": status})
 
 
-class _Keeping(LocalJudge):
+class _Keeping(InProcessJudge):
     """Judge that keeps the last output, which belongs to the call that was found wrong."""
 
     output: Tensor

@@ -15,8 +15,8 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.diagnosis.captured import kernel_named
 from replay.diagnosis.diagnosis import diagnosed
 from replay.diagnosis.examine import examine
+from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs
-from replay.isolation.judge import LocalJudge
 from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel
 from replay.workers.worker import Hear, Say
@@ -76,7 +76,7 @@ def serve(
                 found = diagnosed(workload.name, kernel.name, call.origin, evidence).to_json()
             say(examined=found, refused=refused)
             return
-        forms, judge = Forms.of(call), LocalJudge(call, 0, thresholds=settings.tolerances)
+        forms, judge = Forms.of(call), InProcessJudge(call, thresholds=settings.tolerances)
         for kernel in kernels:
             say(at=kernel.name)
             inputs = Inputs(*forms.all)

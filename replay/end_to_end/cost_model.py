@@ -73,6 +73,8 @@ def _why_unusable(row: Row | None, call: str, kernel: KernelId, module: str) -> 
     """
     if row is None:
         return f"{kernel} was not replayed on {call}"
+    if row.is_unconfirmed:
+        return f"its time on {call} is unconfirmed"
     fits = row.status == "ok" or (row.status == "inaccurate" and row.call.module != module)
     return "" if fits and row.time_ms is not None else f"{row.status} on {call}: {row.reason}"
 

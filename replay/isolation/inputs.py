@@ -6,7 +6,7 @@ restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ class Inputs:
             for _ in range(POISONED_BLOCKS)
         ]
         del blocks
+
+    def rewrite(self, call: AttentionCall, names: Collection[str]) -> None:
+        """Write these inputs as they were, without looking for changes."""
+        tensors = call.tensors()
+        for name in names:
+            narrow_expanded(tensors[name]).copy_(self._pristine[name])
 
     def restore(self, call: AttentionCall) -> tuple[str, ...]:
         """Undo a kernel's changes to a form's inputs; return the names of the changed inputs."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,42 +15,15 @@ from replay.accuracy.errors import compare, summary
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.accuracy.verdict import Expected, judge
-from replay.isolation.input_perturbation import (
-    InputPerturbation,
-    SteppedPerturbation,
-    side_by_side,
-    some_rows,
-)
+from replay.isolation.block import BlockVerdict
+from replay.isolation.block_inputs import BlockInputs, draw_rows, one_thread
+from replay.isolation.output_rows import side_by_side, some_rows
 from replay.kernels.failures import Finding
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summary
 
-T = TypeVar("T")
-
 SLACK = 2.0
-"""Factor that widens the tolerance of sampled rows, whose inputs differ from the recorded inputs.
-Samples only have to reveal results that are stale, skipped or of lower precision."""
-
-OTHER_TIMER = 3.0
-"""Factor by which another clock may measure a longer time than a call's row. The other clock times
-a series of calls on a GPU, and the interval between a sample's messages on a CPU."""
-
-JUDGED_SAMPLES = 8
-"""Number of timed samples of each kernel that are judged, drawn after all samples were taken."""
-
-
-class Sample(NamedTuple):
-    """Rows of the output of one timed call."""
-
-    number: int
-    """Number of the perturbation of the call's inputs (`replay.isolation.input_perturbation`)."""
-    drawn: int
-    """Random number, drawn after the call, that determines the rows."""
-    changed: Tensor
-    """(n, Dv): rows at the positions in the first result of `InputPerturbation.rows`."""
-    others: Tensor
-    """(n, Dv): rows at the positions in the second result of `InputPerturbation.rows`."""
-    is_stepped: bool = False
-    """True if step `number` of a `SteppedPerturbation` made the inputs and chose the rows."""
+"""Factor that widens the tolerance of a block's rows, whose inputs differ from the recorded inputs.
+These rows only have to reveal results that are stale, skipped or of lower precision."""
 
 
 @dataclass(frozen=True)
@@ -88,47 +60,30 @@ class OutputJudge(Protocol):
             with_accuracy: return the errors of right outputs too, not only of wrong outputs.
         """
 
-    def judge_samples(
-        self,
-        kernel: str,
-        accuracy_class: AccuracyClass,
-        samples: list[Sample],
-        chosen: Tensor | None,
-    ) -> str:
-        """Return what is wrong with rows of timed samples; empty if all rows are right."""
-
-    def clock(
-        self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
-    ) -> Tensor | None:
-        """Time a block of calls by a clock that the kernel cannot reach, if such a clock exists.
+    def begin_block(
+        self, kernel: str, calls: int, chosen: Tensor | None
+    ) -> tuple[int, list[Tensor]]:
+        """Start the clock of a block of calls.
 
         Returns:
-            The output of `run` if `run` was called exactly once; otherwise None.
+            The seed of the block's inputs, and a tensor (B, Hq, Sq, Dv) for each call's output.
+        """
+
+    def end_block(
+        self, accuracy_class: AccuracyClass, wrong: str, restore: Callable[[], None]
+    ) -> BlockVerdict:
+        """Stop the clock, and judge rows of outputs that are drawn only now.
 
         Args:
-            call_ms: time of a call in the kernel's samples.
+            wrong: what is wrong with an output's form; empty if nothing is.
+            restore: writes the recorded inputs, which is not part of the block.
         """
 
 
-BLOCK_MS = 10.0
-MOST_CALLS = 1000
-
-
-def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
-    """Run this many calls in a row, wait until all are done, and return the last output."""
-    for _ in range(calls - 1):
-        run()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return result
-
-
 class LocalJudge:
-    """Judge in the process that runs the kernels.
+    """Judge in this process (`replay.workers.remote_judge` reaches one in another process).
 
     Args:
-        seed: seed of the perturbations.
         compared: output of the kernel that `errors_against` names, if any.
         thresholds: thresholds that outputs are judged by.
     """
@@ -136,20 +91,19 @@ class LocalJudge:
     def __init__(
         self,
         call: AttentionCall,
-        seed: int,
         errors_against: str = "reference",
         compare_stats: bool = False,
         compared: Tensor | None = None,
         thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
     ) -> None:
-        self._call = call
+        self.call = call
         self._thresholds = thresholds
-        self.seed = seed
         self._errors_against = errors_against
         self._compare_stats = compare_stats
         self.compared = compared
         self._expected = Expected.of(call)
-        self._chosen: dict[str, Expected] = {}
+        self._chosen: dict[str, tuple[Tensor, Expected]] = {}
+        """Keys that each sparse kernel chose first, which it may not change afterwards."""
         self._noise_floor: Errors | None = None
         if call.output is not None:
             self._noise_floor = compare(call.output, self._expected.reference)
@@ -165,7 +119,7 @@ class LocalJudge:
         with_accuracy: bool = True,
     ) -> Judged:
         expected = self._expected_of(kernel, chosen)
-        reference, captured = self._expected.reference, self._call.output
+        reference, captured = self._expected.reference, self.call.output
         verdict = judge(output, expected, accuracy_class, self._thresholds)
         finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
         if verdict.passed and not with_accuracy:
@@ -192,63 +146,64 @@ class LocalJudge:
             reference_summary=None if against is None else summary(against),
         )
 
-    def judge_samples(
+    def judge_block(
         self,
         kernel: str,
         accuracy_class: AccuracyClass,
-        samples: list[Sample],
+        seed: int,
+        outputs: Sequence[Tensor],
+        drawn: int,
         chosen: Tensor | None,
     ) -> str:
+        """Return what is wrong with rows of a block's outputs; empty if all rows are right.
+
+        Args:
+            seed: seed of the block's inputs (`replay.isolation.block_inputs`).
+            outputs: outputs of all calls, (B, Hq, Sq, Dv) each.
+            drawn: random number, drawn after the block, that determines the rows.
+            chosen: see `judge`.
+        """
         expected = self._expected_of(kernel, chosen)
-        call = self._call
+        call = self.call
+        if chosen is not None:
+            chosen, _ = self._chosen[kernel]
+        inputs = BlockInputs(call, values_only=chosen is not None)
         if chosen is not None:
             call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
         factors = self._thresholds.of(accuracy_class)
-        made, found = [], []
-        for sample in samples:
-            kind = SteppedPerturbation if sample.is_stepped else InputPerturbation
-            perturbation = kind(call, self.seed, sample.number, values_only=chosen is not None)
-            perturbation.apply()
-            try:
-                parts = (some_rows(call, rows) for rows in perturbation.rows(sample.drawn))
-                made.append(side_by_side(*parts))
-            finally:
-                perturbation.apply()
-            found += [sample.changed, sample.others]
-        # One small computation on the CPU judges all samples, each against its own limits.
-        with _one_thread():
-            right = Expected.of_heads(side_by_side(*made)) if made else []
-        for rows, expected_rows in zip(found, right, strict=True):
-            if wrong := _wrong_rows(rows, expected_rows, expected.tolerance, factors):
-                return wrong
+        examined = draw_rows(call, len(outputs), drawn)
+        parts, found, numbers = [], [], []
+        try:
+            inputs.draw(seed, len(outputs))
+            for number, groups in examined.items():
+                inputs.restore()
+                inputs.apply(number, outputs[number - 1] if number else None)
+                changed = call.without_pages()
+                parts += [side_by_side(some_rows(changed, rows)) for rows in groups]
+                found += [rows.of(outputs[number]) for rows in groups]
+                numbers += [number] * len(groups)
+        finally:
+            inputs.restore()
+        with one_thread():
+            for start in range(0, len(parts), step := _parts_at_once(parts[0])):
+                at_once = slice(start, start + step)
+                right = Expected.of_heads(side_by_side(*parts[at_once]))
+                for number, rows, each in zip(numbers[at_once], found[at_once], right, strict=True):
+                    if wrong := _wrong_rows(rows, each, expected.tolerance, factors):
+                        return f"call {number} of a block: {wrong}"
         return ""
-
-    def clock(
-        self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
-    ) -> None:
-        """Do nothing, because a kernel can reach every clock of its own process."""
 
     def _expected_of(self, kernel: str, chosen: Tensor | None) -> Expected:
         if chosen is None:
             return self._expected
         if kernel not in self._chosen:
-            self._chosen[kernel] = Expected.of(self._call, chosen)
-        return self._chosen[kernel]
+            self._chosen[kernel] = chosen, Expected.of(self.call, chosen)
+        return self._chosen[kernel][1]
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one CPU thread for many small operations.
-
-    Several threads wait for each other after each operation. On a busy machine (two cores, a load
-    of 3) two threads took 2,240 ms and one thread 45 ms.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _parts_at_once(part: AttentionCall) -> int:
+    """Return how many parts of a block's outputs fit into memory."""
+    return max(MOST_ELEMENTS // max(part.key.numel() + part.value.numel(), 1), 1)
 
 
 def _wrong_rows(
@@ -257,7 +212,7 @@ def _wrong_rows(
     whole: Tolerance,
     factors: ExactThresholds | QuantisedThresholds,
 ) -> str:
-    """Return why rows (n, Dv) of a timed sample are wrong; empty if all rows are right.
+    """Return why rows (n, Dv) of a block are wrong; empty if all rows are right.
 
     Args:
         whole: tolerance of the whole output, for the recorded inputs.
@@ -273,6 +228,8 @@ def _wrong_rows(
     error = error.nan_to_num(0.0, 0.0, 0.0)
     if isinstance(factors, QuantisedThresholds):
         lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
+        if expected.spread is not None:  # terms may cancel, but their 8-bit errors do not
+            lengths = torch.hypot(lengths, expected.spread[0, 0].to(lengths).nan_to_num())
         scale = float(lengths.mean())
         found = float(torch.linalg.vector_norm(error, dim=-1).mean()) / scale if scale else 0.0
         allowed = QUANTISED_SLACK * factors.maximum_relative_l1
@@ -293,13 +250,15 @@ def _wrong_rows(
     return ""
 
 
+MOST_ELEMENTS = 2**27
+"""Maximum number of elements of keys and values whose rows are computed together."""
 WRONG_DIRECTION = 0.5
 """Largest error of a row as a share of the row's norm; rounding to 16 bits causes a hundredth."""
 RELIABLE_LENGTH = 4
 """Minimum norm of a row that is judged by its direction, in units of the row's noise."""
 
-QUANTISED_SLACK = 3.0
-"""Largest mean relative L2 error of a sample's rows, in units of the largest allowed relative L1 of
+QUANTISED_SLACK = 4.0
+"""Largest mean relative L2 error of a block's rows, in units of the largest allowed relative L1 of
 the whole output; an honest 8-bit kernel stays below a tenth."""
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -25,7 +26,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
 from replay.kernels.kernel_names import ENTRY_POINTS, USER_MODULE, parts
+from replay.kernels.registered_functions import Received, Registered, functions, received, source_of
 from replay.rows.errors_of_output import AccuracyClass
 
 Attention = Callable[..., Tensor]
@@ -135,6 +137,10 @@ class Kernel:
     warm_up: Callable[[], None] | None = None
     """Function that imports in advance the modules that the first call would import."""
 
+    source: str = ""
+    """File or installed package outside this project that defines the kernel; empty for known
+    kernels. Kernels of one source share a worker process, which no other kernel shares."""
+
     load: Callable[[], Kernel] | None = None
     """Function that imports the kernel when it is first needed: code from a user's file or from an
     installed package's entry point."""
@@ -148,6 +154,11 @@ class Kernel:
             known = ", ".join(FEATURES)
             unknown_names = ", ".join(sorted(unknown))
             raise ValueError(f"{self.name}: unknown feature {unknown_names} (known: {known})")
+
+    @property
+    def process(self) -> str:
+        """Name of the worker process that the kernel needs; empty for that of known kernels."""
+        return self.name if self.own_process else self.source
 
     def refuses(self, call: AttentionCall) -> str | None:
         """Return the reason why the kernel cannot run a call; None if it can."""
@@ -168,7 +179,9 @@ def register(kernel: Kernel) -> Kernel:
     Raises:
         ValueError: the name is taken.
     """
-    if kernel.name in _kernels:
+    known = _kernels.get(kernel.name)
+    # A worker knows the kernels of its parent before it imports their files, which register them.
+    if known is not None and not (known.load and known.source == kernel.source):
         raise ValueError(f"a kernel named {kernel.name!r} is registered already")
     _kernels[kernel.name] = kernel
     return kernel
@@ -189,6 +202,9 @@ def register_kernel(
     features: Collection[str] = (),
 ) -> Callable[[Attention], Attention]:
     """Register the decorated function, which has SDPA's arguments, as a kernel.
+
+    The kernel runs in a worker process that imports the function. A lambda, a function inside
+    another one, or one of a notebook runs only with `workers=False`, and is not ranked.
 
     Args:
         name: the kernel's name.
@@ -218,22 +234,24 @@ def register_kernel(
 
     def decorate(attention: Attention) -> Attention:
         line = about or (attention.__doc__ or "").strip().partition("\n")[0]
-        register(
-            Kernel(
-                name,
-                attention,
-                accuracy_class,
-                unavailable,
-                unsupported,
-                prepare,
-                default,
-                line,
-                library,
-                install,
-                chosen=chosen,
-                features=frozenset(features),
-            )
+        kernel = Kernel(
+            name,
+            attention,
+            accuracy_class,
+            unavailable,
+            unsupported,
+            prepare,
+            default,
+            line,
+            library,
+            install,
+            chosen=chosen,
+            features=frozenset(features),
+            source=source_of(attention),
         )
+        register(kernel)
+        plain = Kernel(name, attention, default=default, about=line, source=kernel.source)
+        functions[name] = Registered(attention, has_limits=kernel != plain)
         return attention
 
     return decorate
@@ -247,8 +265,32 @@ def catalogue() -> dict[str, Kernel]:
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if entry_point.name not in _kernels:
             about = f"from {entry_point.value}"
-            register(_foreign(entry_point.name, entry_point.load, about))
+            source = entry_point.value.partition(":")[0]
+            register(_foreign(entry_point.name, entry_point.load, about, source))
+    given, folders = received()
+    for name, function in given.items():
+        if name not in _kernels:
+            register(_of_parent(name, function, folders))
     return dict(_kernels)
+
+
+def _of_parent(name: str, given: Received, folders: Sequence[str]) -> Kernel:
+    """Return a kernel that this process's parent registered."""
+    where, _, function = given.address.rpartition(":")
+
+    def load() -> Attention:
+        sys.path += [folder for folder in folders if folder not in sys.path]
+        if where == given.source:
+            attention = _function_of_file(where, function)
+        else:
+            attention = getattr(importlib.import_module(where), function)
+        if given.has_limits and all(each.attention is not attention for each in _kernels.values()):
+            raise KernelNameError(
+                f"importing {where} does not register {function} as {name}: decorate it there"
+            )
+        return attention
+
+    return _foreign(name, load, f"your {function}", given.source)
 
 
 def registered() -> tuple[str, ...]:
@@ -275,39 +317,42 @@ def _from_file(target: str) -> Kernel:
         hint = f"did you mean {', '.join(near)}?" if near else "add it"
         raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
 
-    def load() -> Attention:
-        # Name the module after the whole path, because two files may have the same name.
-        name = USER_MODULE + re.sub(r"\W", "_", str(Path(path).resolve()))
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.path.insert(0, str(Path(path).resolve().parent))
-            sys.modules[name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[name]
-                raise
-        module = sys.modules[name]  # a module may replace its entry in `sys.modules`
-        if not hasattr(module, function):
-            known = _kernels.get(function)
-            own = "" if known is None else getattr(known.attention, "__name__", "")
-            hint = f": it registers {own} by that name" if own in vars(module) else ""
-            raise KernelNameError(f"{path} has no function {function!r}{hint}")
-        attention = getattr(module, function)
-        if not callable(attention):
-            raise KernelNameError(f"{function} in {path} is not a function")
-        if not _takes_a_call(attention):
-            raise KernelNameError(
-                f"{path}: {function} must take SDPA's arguments by name, query, key and value "
-                "first, and must not require others"
-            )
-        found: Attention = attention
-        return found
+    load = functools.partial(_function_of_file, path, function)
+    return _foreign(target, load, f"your {function}", path)
 
-    return _foreign(target, load, f"your {function}")
+
+def _function_of_file(path: str, function: str) -> Attention:
+    """Import a user's file, unless it is imported already, and return its function."""
+    # Name the module after the whole path, because two files may have the same name.
+    name = USER_MODULE + re.sub(r"\W", "_", str(Path(path).resolve()))
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    module = sys.modules[name]  # a module may replace its entry in `sys.modules`
+    if not hasattr(module, function):
+        known = _kernels.get(function)
+        own = "" if known is None else getattr(known.attention, "__name__", "")
+        hint = f": it registers {own} by that name" if own in vars(module) else ""
+        raise KernelNameError(f"{path} has no function {function!r}{hint}")
+    attention = getattr(module, function)
+    if not callable(attention):
+        raise KernelNameError(f"{function} in {path} is not a function")
+    if not _takes_a_call(attention):
+        raise KernelNameError(
+            f"{path}: {function} must take SDPA's arguments by name, query, key and value "
+            "first, and must not require others"
+        )
+    found: Attention = attention
+    return found
 
 
 def _takes_a_call(function: Callable[..., Any]) -> bool:
@@ -322,7 +367,7 @@ def _takes_a_call(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
+def _foreign(name: str, load: Callable[[], Attention], about: str, source: str) -> Kernel:
     """Return a kernel that is imported when needed; the limits that it registers then apply."""
 
     def loaded() -> Kernel:
@@ -336,13 +381,13 @@ def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
             raise
         registered = [kernel for kernel in _kernels.values() if kernel.attention is attention]
         if registered:
-            return replace(registered[0], name=name, load=None)
-        return Kernel(name, attention, about=about)
+            return replace(registered[0], name=name, source=source, load=None)
+        return Kernel(name, attention, about=about, source=source)
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         return load()(*args, **kwargs)
 
-    return Kernel(name, attend, about=about, load=loaded)
+    return Kernel(name, attend, about=about, source=source, load=loaded)
 
 
 _NO_NAME = (
@@ -397,7 +442,12 @@ def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
     except ValueError as error:
         raise KernelNameError(f"{kernel.name}[{text}]: {error}") from error
     return replace(
-        made, name=f"{kernel.name}[{text}]", variant_of=kernel.name, default=False, options=None
+        made,
+        name=f"{kernel.name}[{text}]",
+        variant_of=kernel.name,
+        default=False,
+        options=None,
+        source=kernel.source,
     )
 
 

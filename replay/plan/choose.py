@@ -287,7 +287,7 @@ def _saved_ms(layer: _Layer, kernel: str) -> float | None:
 
 def _ms(layer: _Layer, call: str, kernel: str) -> float | None:
     row = layer.row(call, kernel)
-    return None if row is None or row.time_ms is None or row.not_ranked else row.time_ms.p50
+    return row.time_ms.p50 if row and row.time_ms and row.is_comparable else None
 
 
 def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:

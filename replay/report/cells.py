@@ -7,7 +7,7 @@ from typing import Any
 from replay.report.groups import Group
 from replay.report.pooled import pooled_speedup, statuses, typical_time, worst
 from replay.rows.fields import COLUMNS
-from replay.rows.row import KernelId, Row, Speedup
+from replay.rows.row import UNCONFIRMED, KernelId, Row, Speedup
 from replay.timing.statistics import percentile
 
 MOST_DIGITS = 4
@@ -68,6 +68,8 @@ def _speedup(group: Group, kernel: KernelId) -> str:
         return "baseline"
     if not all(row.is_correct for row in group.rows[kernel]):
         return "-"
+    if any(row.is_unconfirmed for row in group.rows[kernel]):
+        return UNCONFIRMED
     speedup = pooled_speedup(group, kernel)
     return "-" if speedup is None else speedup_text(speedup)
 

@@ -37,8 +37,8 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
 def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None) -> Speedup | None:
     """Pool the paired speed-up over all rounds of all calls on which both kernels are correct.
 
-    A kernel with its own process is paired with a baseline run there, whose times are not stored.
-    The kernel's pooled ratio and interval are therefore medians over the calls.
+    If the baseline's row comes from other rounds than the kernel's, the pooled ratio and interval
+    are medians over the calls.
 
     Args:
         over: kernel to compare with; by default, the baseline in the kernel's own environment.

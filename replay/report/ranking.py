@@ -44,7 +44,7 @@ def is_correct(group: Group, kernel: KernelId) -> bool:
 
 def rank(group: Group, kernel: KernelId) -> tuple[bool, float]:
     """Return a sort key that puts correct kernels first, then fast ones."""
-    time = typical_time([row for row in group.rows[kernel] if not row.not_ranked])
+    time = typical_time([row for row in group.rows[kernel] if row.is_comparable])
     return (not is_correct(group, kernel), time.p50 if time else float("inf"))
 
 

@@ -71,15 +71,20 @@ def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
     lead = f" · {counted(before, 'call')} before each sample" if before else ""
     devices = len({row.ran_on for row in rows} - {""})
     several = f"{devices} × " if devices > 1 else ""
-    busy = _busy([row.processor_share for row in rows if row.processor_share is not None])
-    return f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}{busy}"
+    return f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}{_busy(rows)}"
 
 
-def _busy(shares: Sequence[float]) -> str:
-    """Describe how long kernels waited for a processor; empty on a machine that is not busy."""
+def _busy(rows: Sequence[Row]) -> str:
+    """Describe how busy the machine was; empty if it was not."""
     from replay.timing.interruptions import SHARE
 
+    shares = [row.processor_share for row in rows if row.processor_share is not None]
     share = statistics.median(shares) if shares else 1.0
-    if share >= SHARE:
-        return ""
-    return f" · busy machine: kernels waited for a processor {1 - share:.0%} of the time"
+    if share < SHARE:
+        return f" · busy machine: kernels waited for a processor {1 - share:.0%} of the time"
+    times = [row.time_ms for row in rows if row.time_ms and row.time_ms.samples]
+    late = [len(each.interrupted) / len(each.samples) for each in times]
+    interrupted = statistics.median(late) if late else 0.0
+    if interrupted > 1 - SHARE:
+        return f" · busy machine: {interrupted:.0%} of the samples were interrupted"
+    return ""

@@ -93,8 +93,9 @@ class Trials:
         Raises:
             TrialError: a process does not start, or the call cannot be used.
         """
-        evidence = CallEvidence(self._judge, workload, self._settings)
+        evidence = CallEvidence(self._judge, workload, self._settings, self._worker, {})
         rows: list[Row] = []
+        turns: list[dict[str, int]] = []
         try:
             # The judge computes the reference while the worker starts.
             self._judge.expect(workload, self._settings)
@@ -107,7 +108,10 @@ class Trials:
                 options=options.to_json(),
             ):
                 if "row" in message:
-                    rows.append(rebuilt(Row, message["row"]))
+                    rows.append(evidence.confirmed(rebuilt(Row, message["row"])))
+                elif "rounds" in message or "taken" in message:
+                    turns += [{"number": number} for number in range(message.get("rounds", 0))]
+                    self._worker.tell(**(turns.pop(0) if turns else {}))
                 elif "judge" in message:
                     self._worker.tell(**evidence.answer(message["judge"]))
                 elif reason := message.get("unreadable") or message.get("failed"):
@@ -121,15 +125,13 @@ class Trials:
             return TrialOutcome(death.status, death.reason)
         for row in rows:
             if row.kernel == self._kernel:
-                return _outcome(row, evidence.why_rejected(row))
+                return _outcome(row)
             if not row.kernel:  # the row is about the call itself, which the message names
                 raise TrialError(row.reason)
         raise TrialError(f"{workload.name}: no row came back")
 
 
-def _outcome(row: Row, why_rejected: str) -> TrialOutcome:
-    if why_rejected:
-        return TrialOutcome("error", why_rejected)
+def _outcome(row: Row) -> TrialOutcome:
     accuracy, where, worst = row.accuracy, None, None
     if accuracy is not None:
         where, worst = accuracy.where, (accuracy.chosen or accuracy.reference).worst_row

@@ -9,6 +9,10 @@ from capture.call.shape import Shape
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Summary
 from replay.rows.meaning import Column, Meaning, digits, few
 
+UNCONFIRMED = "unconfirmed"
+"""Beginning of the flag of a row whose time may not be compared with others."""
+INTERRUPTED_BLOCKS = f"{UNCONFIRMED}: other processes interrupted the calls that confirm its time"
+
 HERE = "this"
 """Name of the Python environment of the parent process."""
 
@@ -254,8 +258,13 @@ class Row:
     ] = HERE
     process: Annotated[
         str,
-        "kernel that the worker process belonged to; empty for the worker that the kernels of an "
-        "environment share; rows of one call, environment and process are paired round by round",
+        "file, package or kernel that the worker process belonged to; empty for the worker that "
+        "known kernels of an environment share",
+    ] = ""
+    rounds: Annotated[
+        str,
+        "rounds that the row was timed in; rows of one call with the same entry are paired round "
+        "by round",
     ] = ""
     ran_on: Annotated[
         str,
@@ -290,6 +299,14 @@ class Row:
                 Column("speed", "time", "p10-p90", digits(".3g"), "range", "p10"),
                 Column("speed", "time", "n", few, "lowest", "n"),
             ),
+        ),
+    ] = None
+    block_ms: Annotated[
+        TimeSummary | None,
+        Meaning(
+            "{} the time of a call in blocks of calls that another process clocks, on inputs that "
+            "it draws; on a GPU including launches",
+            "ms",
         ),
     ] = None
     core_time_ms: Annotated[
@@ -477,12 +494,25 @@ class Row:
         return self.status in ("ok", "not-timed")
 
     @property
-    def is_ranked(self) -> bool:
+    def is_unconfirmed(self) -> bool:
+        """True if nothing but the kernel's own process observed its time."""
+        return any(flag.startswith(UNCONFIRMED) for flag in self.flags)
+
+    @property
+    def is_comparable(self) -> bool:
         """True if the row's time may be compared with other kernels' times on the same call."""
-        return self.is_correct and not self.not_ranked
+        return not (self.not_ranked or self.is_unconfirmed)
+
+    @property
+    def is_ranked(self) -> bool:
+        """True if the kernel is correct and its time may be compared with other kernels' times."""
+        return self.is_correct and self.is_comparable
 
     def shares_rounds(self, other: Row) -> bool:
         """Return True if, for each i, sample i of both rows comes from the same round."""
+        if self.rounds or other.rounds:
+            return (self.call.name, self.rounds) == (other.call.name, other.rounds)
+        # Earlier versions paired the rows of one process.
         return (self.call.name, self.environment, self.process) == (
             other.call.name,
             other.environment,

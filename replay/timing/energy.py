@@ -8,7 +8,6 @@ the power limit allows.
 
 from __future__ import annotations
 
-import secrets
 import statistics
 import time
 from collections import deque
@@ -56,25 +55,15 @@ class EnergyBlock:
         return abs(self.sustained_ms / self.burst_ms - 1) > DIFFERENT
 
 
-def measure_energy(
-    function: Function,
-    device: torch.device,
-    call_ms: float,
-    keep: Callable[[object], None] = lambda result: None,
-) -> EnergyBlock:
-    """Run a block of calls, each of about `call_ms`, and measure energy and times.
-
-    Args:
-        keep: receives the output of one call per chunk on average, right after that call, and must
-            not wait for the GPU.
-    """
+def measure_energy(function: Function, device: torch.device, call_ms: float) -> EnergyBlock:
+    """Run a block of calls, each of about `call_ms`, and measure energy and times."""
     read = energy_counter(device)
     calls = max(int(CHUNK_MS / call_ms), 1)
     torch.cuda.synchronize(device)
     time.sleep(PAUSE_SECONDS)
     try:
         with torch.cuda.device(device):
-            return block(_chunks(function, calls, keep), calls, read)
+            return block(_chunks(function, calls), calls, read)
     finally:
         torch.cuda.synchronize(device)
 
@@ -119,7 +108,7 @@ def block(
     raise NoReading("the calls ended before the energy was counted")
 
 
-def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> Iterator[float]:
+def _chunks(function: Function, calls: int) -> Iterator[float]:
     """Run chunks of calls without end; wait for each chunk while the next is queued."""
     under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
     while True:
@@ -127,9 +116,7 @@ def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> I
         end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(calls):
-            result = function()
-            if secrets.randbelow(calls) == 0:  # drawn after the call: no call can predict it
-                keep(result)
+            function()
         end.record()
         under_way.append((start, end))
         if len(under_way) > 1:

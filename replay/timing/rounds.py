@@ -1,28 +1,26 @@
-"""The timing of kernels in shuffled rounds, so that samples are paired."""
+"""The timing of kernels in shuffled rounds, so that samples are paired.
+
+Several processes may share the rounds: each waits for its turn (`replay.workers.shared_rounds`).
+"""
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
-from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from replay.rows.row import GpuState
 from replay.timing.defaults import MINIMUM_ROUNDS, ROUNDS, SECONDS
-from replay.timing.statistics import median_interval
 from replay.timing.timer import Budget, Cache, Candidate, Function, Timer, timer_for
 
 K = TypeVar("K", bound=Hashable)
 """Key of a candidate."""
 
-MORE_ROUNDS = 1.5
-"""Ratio of the numbers of rounds at consecutive checks of the noise."""
 MINIMUM_WARM_UP_MS = 20.0
 MAXIMUM_WARM_UP_MS = 2000.0
 """Longest warm-up, apart from the first call, which may compile for minutes. The minimum above lets
@@ -36,19 +34,46 @@ C = TypeVar("C", bound=Hashable, contravariant=True)
 
 
 class SampleObserver(Protocol[C]):
-    """Observer that prepares the inputs of each timed call and receives its output."""
+    """Observer that keeps the inputs and the process as they were while kernels are timed."""
 
     def before(self, key: C) -> None:
         """Prepare the inputs, right before each timed call."""
 
-    def fingerprint(self, key: C, result: object) -> None:
-        """Receive the output of each timed call on a GPU, as soon as the call is enqueued."""
-
-    def keep(self, key: C, result: object) -> None:
-        """Receive outputs of some timed calls of each sample; the last output counts."""
-
     def after(self, key: C) -> None:
         """Clean up after the warm-up and after each sample."""
+
+
+class Turn(NamedTuple):
+    """Permission to run every candidate of this process once."""
+
+    number: int
+    """Number of the round, the same in all processes; 0 discards all earlier samples."""
+    after_another: bool = False
+    """True if another process ran since the last turn, so that an untimed call comes first."""
+
+
+class Turns(Protocol):
+    """Function that yields the turns of this process."""
+
+    def __call__(self, rounds: int, is_done: Callable[[], bool] = ...) -> Iterator[Turn]:
+        """Yield at most this number of turns.
+
+        Args:
+            is_done: whether this process needs no further turn, asked after each.
+        """
+
+
+def never() -> bool:
+    """Return False: every round is needed."""
+    return False
+
+
+def alone(rounds: int, is_done: Callable[[], bool] = never) -> Iterator[Turn]:
+    """Yield the turns of a process that shares its rounds with no other process."""
+    for number in range(rounds):
+        yield Turn(number)
+        if is_done():
+            return
 
 
 @dataclass(frozen=True)
@@ -99,26 +124,26 @@ def measure(
     calls_before: int = 0,
     seed: int = 0,
     max_seconds: float = SECONDS,
-    max_noise: float | None = None,
     on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
     observer: SampleObserver[K] | None = None,
+    turns: Turns = alone,
 ) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
-    The order within a round is shuffled. A candidate that raises, or that changes recorded times,
-    is dropped, and the others continue. CUDA errors that make the GPU unusable are raised.
+    The order within a round is shuffled. A candidate that raises is dropped, and the others
+    continue. CUDA errors that make the GPU unusable are raised.
 
     Args:
         calls_before: untimed calls of the same candidate before each sample.
         seed: seed of the order within rounds.
         max_seconds: time limit for the samples of a candidate; a slow candidate gets fewer rounds,
             but at least `MINIMUM_ROUNDS` if `rounds` allows.
-        max_noise: the rounds end once no candidate's noise is above this limit (`Enough`).
         on_sample: called with the candidate's key before every warm-up and sample.
         synchronous: end each sample before the next begins, so that after a crash the last key
             names its cause.
-        observer: prepares each timed call and receives outputs, outside the timed interval.
+        observer: called around each timed call, outside the timed interval.
+        turns: yields the rounds, which this process may share with others.
 
     Raises:
         ValueError: the cache is cold on a CPU, the device is neither CPU nor CUDA, or there are no
@@ -133,16 +158,13 @@ def measure(
     if observer is not None:
         for key, candidate in entered.items():
             candidate.before = partial(observer.before, key)
-            candidate.fingerprint = partial(observer.fingerprint, key)
-            candidate.keep = partial(observer.keep, key)
             candidate.after = partial(observer.after, key)
     announce = on_sample or (lambda key: None)
     for key, candidate in entered.items():
         announce(key)
         warm_up(candidate, timer, rounds, max_seconds)
     gpu_before = timer.state()
-    enough = None if max_noise is None else Enough(max_noise)
-    gpu_during = run_rounds(entered, timer, seed, announce, enough=enough, synchronous=synchronous)
+    gpu_during = run_rounds(entered, timer, seed, announce, turns=turns, synchronous=synchronous)
     return {
         key: Samples(
             ms=tuple(candidate.ms),
@@ -179,66 +201,13 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
     candidate.is_over_time = affordable < candidate.rounds
 
 
-class Enough:
-    """Decision, between rounds, whether the noise is low enough to stop.
-
-    The noise of a candidate is half the relative width of its median time's interval. An interval
-    that is narrow by chance is likely to be wrong and must not end the rounds. So checks are rare
-    (each after 1.5 times as many rounds), and intervals must be narrow at two checks in a row. In
-    simulations the intervals of speed-ups cover 95 % (`tests/replay/timing/test_coverage.py`).
-    """
-
-    def __init__(self, max_noise: float) -> None:
-        self.max_noise = max_noise
-        self.next_look = MINIMUM_ROUNDS
-        self.was_narrow = False
-
-    def after(self, rounds: int, times: Iterable[Sequence[float]]) -> bool:
-        """Return whether the rounds can stop, given the times of the remaining candidates."""
-        if rounds < self.next_look:
-            return False
-        self.next_look = math.ceil(rounds * MORE_ROUNDS)
-        intervals = map(median_interval, times)
-        is_narrow = all(
-            interval is not None and interval.noise <= self.max_noise for interval in intervals
-        )
-        is_enough, self.was_narrow = is_narrow and self.was_narrow, is_narrow
-        return is_enough
-
-
-class TakenTimes:
-    """Copy of the candidates' times, because kernels in this process could change the originals."""
-
-    def __init__(self, candidates: Iterable[Candidate]) -> None:
-        self._taken = {
-            candidate: [array("d").tobytes() for _ in candidate.times()] for candidate in candidates
-        }
-
-    def note(self) -> None:
-        """Copy the current times, so that `restore` can undo later changes."""
-        for candidate, taken in self._taken.items():
-            taken[:] = (array("d", times).tobytes() for times in candidate.times())
-
-    def restore(self, sampled: Candidate) -> bool:
-        """Restore all times except a new time of `sampled`; return whether any had changed."""
-        differed = False
-        for candidate, taken in self._taken.items():
-            for times, before in zip(candidate.times(), taken, strict=True):
-                old = array("d", before)
-                new = times[len(old) :][: int(candidate is sampled)]
-                if array("d", times).tobytes() != before + array("d", new).tobytes():
-                    times[:] = old
-                    differed = True
-        return differed
-
-
 def run_rounds(
     candidates: Mapping[K, Candidate],
     timer: Timer,
     seed: int,
     announce: Callable[[K], None] = lambda key: None,
     *,
-    enough: Enough | None = None,
+    turns: Turns = alone,
     synchronous: bool = False,
 ) -> GpuState | None:
     """Sample every candidate once in each of its rounds, in shuffled order.
@@ -247,39 +216,34 @@ def run_rounds(
         The GPU's state during the last round.
     """
     gpu_during = None
-    shuffle, taken = random.Random(seed).shuffle, TakenTimes(candidates.values())
+    shuffle = random.Random(seed).shuffle
     total = max((candidate.rounds for candidate in candidates.values()), default=0)
-    for done in range(total):
+    for turn in turns(total):
         order = [
             (key, candidate)
             for key, candidate in candidates.items()
-            if candidate.error is None and done < candidate.rounds
+            if candidate.error is None and turn.number < candidate.rounds
         ]
         # In a fixed order, each kernel would always run after the same neighbour.
         shuffle(order)
-        for key, candidate in order:
+        for place, (key, candidate) in enumerate(order):
             announce(key)
+            if turn.number == 0:
+                candidate.forget()
             try:
+                if turn.after_another and place == 0:
+                    candidate.function()  # fills the caches that the other process has emptied
                 timer.sample(candidate)
                 if synchronous:
                     timer.collect()
-                if taken.restore(candidate):
-                    raise RuntimeError("changes times that were taken before")
             except BaseException as error:
                 if timer.is_lost() or isinstance(error, KeyboardInterrupt):
                     raise
                 candidate.drop(error)
                 candidate.after()
-            taken.note()
-        is_look = enough is not None and done + 1 >= enough.next_look
-        if is_look or done == total - 1:
+        if turn.number == total - 1:
             gpu_during = timer.state()
         timer.collect()  # once a round, because it waits for the GPU
-        taken.note()
-        if enough is not None and enough.after(
-            done + 1, [candidate.ms for _, candidate in order if candidate.error is None]
-        ):
-            break
     return gpu_during
 
 

@@ -19,7 +19,6 @@ kernel before each sample, which matters for launches and for a GPU at its power
 from __future__ import annotations
 
 import math
-import secrets
 import statistics
 import time
 import traceback
@@ -32,7 +31,6 @@ import torch
 from replay.rows.row import GpuState
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
-from replay.timing.hooks import Watch, python_hooks
 from replay.timing.host_load import RestOfLayer
 from replay.timing.interruptions import Interruptions
 
@@ -59,6 +57,9 @@ MINIMUM_CPU_SAMPLE_MS = 1.0
 LONGEST_CPU_SAMPLE_MS = 20.0
 """Time after which a sample ends early, if calls became much slower than in the warm-up."""
 MAXIMUM_CPU_CALLS = 1000
+LEAST_SHARE = 0.67
+"""Share of a sample's time without waits below which its whole calls are too few to represent it.
+Long calls are interrupted more often than short ones, so the rest would favour long kernels."""
 OFTEN = 0.1
 """Share of samples with interruptions above which each sample has one call."""
 
@@ -77,11 +78,6 @@ class Candidate:
     function: Function
     before: Function = lambda: None
     """Function that is called, untimed, right before each timed call."""
-    fingerprint: Callable[[object], None] = lambda result: None
-    """Function that receives the output of each timed call on a GPU, once the call is enqueued."""
-    keep: Callable[[object], None] = lambda result: None
-    """Function that receives outputs of some timed calls of each sample. Only the last output that
-    it receives counts; any call may give that output with equal probability."""
     after: Function = lambda: None
     """Function that is called, untimed, after the warm-up and after each sample."""
     rounds: int = 0
@@ -97,9 +93,11 @@ class Candidate:
     """Rounds whose sample consists of interrupted calls."""
     error: BaseException | None = None
 
-    def times(self) -> tuple[list[float], list[float], list[float]]:
-        """Return milliseconds by round: GPU time, host time, and host time with a model's layer."""
-        return self.ms, self.host_ms, self.layer_host_ms
+    def forget(self) -> None:
+        """Discard the samples so far."""
+        for samples in (self.ms, self.host_ms, self.layer_host_ms, self.shares):
+            samples.clear()
+        self.interrupted.clear()
 
     def drop(self, error: BaseException) -> None:
         # The frames of the traceback hold the candidate's tensors, which may be gigabytes.
@@ -143,9 +141,11 @@ def timer_for(device: torch.device, cache: Cache, calls_before: int) -> Timer:
 class _Enqueued(NamedTuple):
     candidate: Candidate
     host_ms: float
-    layer_host_ms: float
     start: torch.cuda.Event
     end: torch.cuda.Event
+    is_late: bool
+    """True if the GPU was ready before the host had enqueued the call."""
+    layer_host_ms: float = 0.0
 
 
 class CudaTimer:
@@ -158,6 +158,8 @@ class CudaTimer:
         self.rest_of_layer = RestOfLayer(device)
         self.rest_of_layer()  # the first call initialises libraries
         self.wait_cycles: dict[Candidate, int] = {}
+        self.synchronous: set[Candidate] = set()
+        """Candidates that wait for the GPU themselves, so that the host is never ahead of it."""
         self.pending: list[_Enqueued] = []
         if cache == "cold":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -174,38 +176,46 @@ class CudaTimer:
         # Double the time, because the host enqueues more slowly on a busy GPU and with cold caches.
         wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
         self.wait_cycles[candidate] = int(wait_ms * CYCLES_PER_MS)
+        if self._enqueue(candidate).is_late:
+            self.synchronous.add(candidate)
         return (self.calls_before + 1) * min(candidate.warm_up_ms) + wait_ms
 
     def sample(self, candidate: Candidate) -> None:
         with torch.cuda.device(self.device):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
             for _ in range(self.calls_before):
                 candidate.function()
             # Synchronize, because the host might wait for room in a full queue of launches.
             torch.cuda.synchronize(self.device)
             candidate.before()
             self.rest_of_layer()
-            torch.cuda._sleep(self.wait_cycles[candidate])
-            if self.cache == "cold":
-                self.unrelated.sum()
-            watch = Watch()
-            start.record()
-            began = time.perf_counter()
-            result = candidate.function()
-            hooks = python_hooks()
-            host_ms = (time.perf_counter() - began) * 1000
-            end.record()
-            candidate.fingerprint(result)
-            watch.compare(hooks)
-            layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
-            candidate.keep(result)
+            call = self._enqueue(candidate)
+            layer_host_ms = call.host_ms + _wall_ms(self.rest_of_layer)
             candidate.after()
-        self.pending.append(_Enqueued(candidate, host_ms, layer_host_ms, start, end))
+        if call.is_late:
+            longest = int(MAXIMUM_WAIT_MS * CYCLES_PER_MS)
+            self.wait_cycles[candidate] = min(2 * self.wait_cycles[candidate], longest)
+        self.pending.append(call._replace(layer_host_ms=layer_host_ms))
+
+    def _enqueue(self, candidate: Candidate) -> _Enqueued:
+        """Enqueue a call behind a wait of the GPU."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(self.wait_cycles[candidate])
+        if self.cache == "cold":
+            self.unrelated.sum()
+        start.record()
+        began = time.perf_counter()
+        result = candidate.function()
+        host_ms = (time.perf_counter() - began) * 1000
+        end.record()
+        is_late = start.query() and candidate not in self.synchronous
+        del result  # frees the output outside the timed interval
+        return _Enqueued(candidate, host_ms, start, end, is_late)
 
     def collect(self) -> None:
         torch.cuda.synchronize(self.device)
         for sample in self.pending:
+            if sample.is_late:
+                sample.candidate.interrupted.append(len(sample.candidate.ms))
             sample.candidate.ms.append(sample.start.elapsed_time(sample.end))
             sample.candidate.host_ms.append(sample.host_ms)
             sample.candidate.layer_host_ms.append(sample.layer_host_ms)
@@ -253,7 +263,7 @@ class CpuTimer:
         return call_ms * (self.calls_before + number)
 
     def sample(self, candidate: Candidate) -> None:
-        number, calls = self.calls[candidate], 0
+        number = self.calls[candidate]
         if self.disturbed > max(2, OFTEN * self.samples):
             number = 1  # threads seldom run undisturbed for longer
         whole: list[float] = []
@@ -264,18 +274,13 @@ class CpuTimer:
         try:
             while len(whole) < number:
                 candidate.before()
-                watch = Watch()
                 self.interruptions.begin_call()
                 began = time.perf_counter()
                 result = candidate.function()
-                hooks = python_hooks()
                 seconds = time.perf_counter() - began
+                del result  # frees the output outside the timed interval
                 is_interrupted = self.interruptions.interrupted(seconds)
                 (interrupted if is_interrupted else whole).append(seconds)
-                watch.compare(hooks)
-                calls += 1
-                if secrets.randbelow(calls) == 0:
-                    candidate.keep(result)
                 candidate.budget.seconds -= seconds
                 is_long = (sum(whole) + sum(interrupted)) * 1000 > LONGEST_CPU_SAMPLE_MS
                 if is_long and (whole or candidate.budget.seconds < 0):
@@ -285,10 +290,11 @@ class CpuTimer:
         candidate.after()
         self.samples += 1
         self.disturbed += bool(interrupted)
-        if not whole:
+        if not whole or share < LEAST_SHARE:
             candidate.interrupted.append(len(candidate.ms))
-            if candidate.budget.seconds < 0 and len(candidate.ms) >= MINIMUM_ROUNDS:
-                candidate.rounds = len(candidate.ms) + 1
+        is_late = candidate.budget.seconds < 0 and len(candidate.ms) >= MINIMUM_ROUNDS
+        if is_late and not whole:
+            candidate.rounds = len(candidate.ms) + 1
         candidate.shares.append(share)
         candidate.ms.append(statistics.mean(whole or interrupted) * 1000)
 

@@ -18,9 +18,10 @@ from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, KernelId, Machine, Row
 from replay.timing.machine import describe
-from replay.workers.environments import Environment, ProbeResult, assign, replay_in_workers
+from replay.workers.environments import Environment, ProbeResult, assign
 from replay.workers.judge_process import JudgeProcess
 from replay.workers.process import First, Placement, Process
+from replay.workers.shared_rounds import replay_in_workers
 from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload
 
@@ -57,7 +58,7 @@ class Execution(Protocol):
 
 
 class InProcess:
-    """Execution in this process, for debugging and for kernels that exist only in this process."""
+    """Execution in this process, for debugging and for functions that a worker cannot import."""
 
     at_a_time = 1
 
@@ -105,12 +106,10 @@ class Workers:
     ) -> Workers:
         """Make workers for this and other interpreters, with one judge for all workers."""
         judge = JudgeProcess(first.judge)
-        environments = {
-            HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
-        }
+        environments = {HERE: Environment(HERE, sys.executable, timeout, first.worker)}
         for name, python in interpreters.items():
             worker = Process(python, timeout, place=place)
-            environments[name] = Environment(name, python, timeout, judge=judge, worker=worker)
+            environments[name] = Environment(name, python, timeout, worker)
         return cls(environments, judge)
 
     def close(self) -> None:
@@ -143,7 +142,9 @@ class Workers:
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
-        return replay_in_workers(schedule, assigned, settings, self._environments, report)
+        return replay_in_workers(
+            schedule, assigned, settings, self._environments, self._judge, report
+        )
 
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress

@@ -7,21 +7,29 @@ import json
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings
-from replay.isolation.judge import LocalJudge, Sample
+from replay.isolation.block import null_seconds, output_shape
+from replay.isolation.block_inputs import BlockInputs
+from replay.isolation.judge import LocalJudge
+from replay.isolation.probe import gpu_probe_ms
 from replay.kernels.failures import CannotJudge
 from replay.timing.machine import usual_device
 from replay.workers.device_memory import give_back
-from replay.workers.shared_memory import Inbox
+from replay.workers.shared_memory import Inbox, shared_on_gpu
 from replay.workers.worker import Hear, Say
 from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 _judges: dict[str, LocalJudge] = {}
-"""Judge of the last or next call; the key has all inputs of the judge except the seed and the
-compared output."""
+"""Judge of the last or next call; the key has all inputs of the judge except the compared
+output."""
+_block: dict[str, Tensor] = {}
+"""Copies of the outputs of the last block."""
+_reserved: dict[str, Tensor] = {}
+"""GPU memory to which a worker writes the outputs of a block."""
 
 
 @functools.cache
@@ -36,24 +44,28 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(works=True)
         return
     settings = Settings.from_json(request["settings"])
+    if request["do"] == "probe":
+        say(ms=gpu_probe_ms(settings.device))
+        return
     if request["do"] == "expect":
         say(expecting=True)
         if not settings.roofline:  # nothing else may run while the worker measures the peak
             _judge_of(request, settings)
         return
+    inbox = _inbox(settings.device)
     if request["do"] == "open":
         judge = _judge_of(request, settings)
-        judge.seed = request["seed"]
-        judge.compared = _inbox(settings.device).take(request["handed"]).get("output")
+        if compared := inbox.take(request["handed"]):
+            judge.compared = compared["output"]
         say(opened=True)
         return
     if not _judges:
         raise CannotJudge("the judge's process ended, and another was started amid this call")
     (judge,) = _judges.values()
-    tensors = _inbox(settings.device).take(request["handed"])
-    kernel, accuracy_class = request["kernel"], request["accuracy_class"]
-    chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
     if request["do"] == "judge":
+        tensors = inbox.take(request["handed"])
+        kernel, accuracy_class = request["kernel"], request["accuracy_class"]
+        chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
         judged = judge.judge(
             kernel,
             accuracy_class,
@@ -62,22 +74,41 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
             with_accuracy=request["with_accuracy"],
         )
         say(judged=judged)
+    elif request["do"] == "reserve block":
+        dtype: torch.dtype = getattr(torch, request["dtype"])
+        _reserved["outputs"] = torch.zeros(request["shape"], dtype=dtype, device=settings.device)
+        say(memory=shared_on_gpu(_reserved["outputs"]))
+    elif request["do"] == "run null block":
+        outputs = list((_reserved | inbox.view(request["handed"]))["outputs"])
+        inputs = BlockInputs(judge.call, values_only=request["accuracy_class"] == "sparse")
+        say(seconds=null_seconds(judge.call, inputs, outputs))
+    elif request["do"] == "take block":
+        _block.clear()
+        _block.update(inbox.take(request["handed"]))
+        if _reserved and "outputs" not in _block:
+            _block["outputs"] = _reserved["outputs"].clone()
+        found, shape = _block["outputs"], [request["calls"], *output_shape(judge.call)]
+        if [*found.shape] != shape or found.dtype != judge.call.dtype:
+            raise CannotJudge(f"outputs of shape {[*found.shape]} where {shape} is right")
+        if settings.device.type == "cuda":
+            torch.cuda.synchronize(settings.device)
+        say(taken=True, output_bytes=found[0].nbytes)
     else:
-        samples = [
-            Sample(
-                number, drawn, tensors[f"changed.{place}"], tensors[f"others.{place}"], is_stepped
-            )
-            for place, (number, drawn, is_stepped) in enumerate(request["numbers"])
-        ]
-        say(wrong=judge.judge_samples(kernel, accuracy_class, samples, chosen))
+        accuracy_class = request["accuracy_class"]
+        chosen = _block.get("chosen") if accuracy_class == "sparse" else None
+        outputs = list(_block["outputs"])
+        wrong = judge.judge_block(
+            request["kernel"], accuracy_class, request["seed"], outputs, request["drawn"], chosen
+        )
+        _block.clear()
+        say(wrong=wrong)
     give_back(settings.device)
 
 
 def _touch(device: str) -> None:
     """Judge a tiny output, so that CUDA starts and loads its modules."""
     query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
-    call = AttentionCall(query, query, query)
-    LocalJudge(call, seed=0).judge("", "exact", query, None)
+    LocalJudge(AttentionCall(query, query, query)).judge("", "exact", query, None)
 
 
 def _judge_of(request: dict[str, Any], settings: Settings) -> LocalJudge:
@@ -90,10 +121,6 @@ def _judge_of(request: dict[str, Any], settings: Settings) -> LocalJudge:
         call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
         with torch.no_grad():
             _judges[key] = LocalJudge(
-                call,
-                seed=0,
-                errors_against=settings.errors_against,
-                compare_stats=settings.compare_stats,
-                thresholds=settings.tolerances,
+                call, settings.errors_against, settings.compare_stats, None, settings.tolerances
             )
     return _judges[key]

@@ -7,7 +7,7 @@ import functools
 import gc
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import CannotJudge, classify
 from replay.kernels.registry import Kernel, KernelNameError, find, select
 from replay.timing.machine import available_bytes, usual_device
+from replay.timing.rounds import Turn, never
 from replay.workers.device_memory import give_back
 from replay.workers.remote_judge import RemoteJudge
 from replay.workers.shared_memory import Outbox
@@ -91,7 +92,6 @@ def _probe(request: dict[str, Any], say: Say, process_state: ProcessState) -> No
             process_state.restore(name)
         version = _version(kernel.library)
         say(probed=name, reason=reason, version=version, install=kernel.install)
-    say(disturbing=process_state.disturbing())
 
 
 def _call(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
@@ -104,7 +104,6 @@ def _call(request: dict[str, Any], say: Say, process_state: ProcessState) -> Non
             call, kernels, settings, process_state, lambda name: say(at=name)
         ):
             say(called=kernel, first_call_ms=milliseconds)
-    say(disturbing=process_state.disturbing())
     give_back(settings.device)
 
 
@@ -116,7 +115,14 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         say(at=stage)
 
     def tell(loaded: Loaded) -> None:
-        say(call=loaded.facts, machine=loaded.machine)
+        say(call=loaded.facts, machine=loaded.machine, baseline=loaded.baseline)
+
+    def turns(rounds: int, is_done: Callable[[], bool] = never) -> Iterator[Turn]:
+        """Ask the parent for turns, which other processes get in between."""
+        say(rounds=rounds)
+        while "number" in (turn := hear()):
+            yield Turn(**turn)
+            say(taken=True, enough=is_done())
 
     try:
         if settings.device.type == "cpu":
@@ -129,10 +135,17 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
             outbox = _outbox(options.shared_file, settings.device)
             judge_factory = RemoteJudge.factory(say, hear, outbox)
         for row in replay_here(
-            [wanted], kernels, settings, report, tell, options, judge_factory, process_state
+            [wanted],
+            kernels,
+            settings,
+            report,
+            tell,
+            options,
+            judge_factory,
+            process_state,
+            turns,
         ):
             say(row=row)
-        say(disturbing=process_state.disturbing())
     except DatasetError as error:
         say(unreadable=str(error))
     except CannotJudge as error:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -18,9 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attention_replay.errors import Error
+from replay.isolation import processes
+from replay.kernels import registered_functions
 from replay.rows.row import Status
 
 logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 2**24
+"""Maximum length of a message, which would otherwise fill this process's memory."""
 
 LOG_BYTES = 4000
 """Number of bytes that are kept from the end of a worker's output."""
@@ -35,8 +42,15 @@ LOOK_SECONDS = 1.0
 """Interval between checks of a silent worker. The worker's pipe may stay open after the worker's
 end, because a kernel may have forked a process that holds the pipe."""
 
+LEAST_RAN_SECONDS, RAN_SHARE = 0.01, 0.05
+"""Processor time of a stopped family that counts as work: at least this, and this share of the
+time. What the kernel of the system had begun for it may still end."""
+
 ENDING_SECONDS = 10.0
 """Time limit for a worker to end after it has closed its pipe."""
+
+IN_A_WORKER = "ATTENTION_REPLAY_WORKER"
+"""Environment variable of workers, which may start no workers themselves."""
 
 OUR_PACKAGES = """
 import os, sys
@@ -55,6 +69,12 @@ class OurPackages:
 sys.meta_path.insert(0, OurPackages)
 if sys.path[0] == "":
     del sys.path[0]
+from replay.isolation import processes
+processes.end_with_parent()
+if sys.argv[4] == "replay.workers.judge_worker":
+    processes.hide_memory()  # and it runs no kernel that needs a supervisor
+else:
+    processes.supervise(int(sys.argv[2]), int(sys.argv[3]))
 gc.disable()  # collections during the import of PyTorch find nothing and take a fifth of the time
 from replay.workers.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
@@ -120,11 +140,38 @@ class Process:
         self._replies = -1
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
+        self._is_stopped = False
+        self._at_stop = (0.0, 0.0)
+        """When the child was stopped, and the processor time that its family had used by then."""
         self._preparing = 0
         """Number of `prepare` requests that the child has not answered."""
         self._unread = b""
         self._log = b""
         self._at = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the child, whose family has all processes; None if there is none."""
+        return None if self._child is None else self._child.pid
+
+    def stop(self) -> None:
+        """Stop the child and its descendants until the next message to the child."""
+        if self._child is not None and not self._is_stopped:
+            processes.stop(self._child.pid, spared=processes.IS_POSSIBLE)
+            self._is_stopped = True
+            self._at_stop = time.monotonic(), processes.processor_seconds(self._child.pid)
+
+    def ran_while_stopped(self) -> bool:
+        """Return whether processes of the child's family went on after `stop`.
+
+        Somebody else can continue a stopped process: another process, or a notification of the
+        system for which it asked before.
+        """
+        if self._child is None or not self._is_stopped:
+            return False
+        began, used = self._at_stop
+        ran = processes.processor_seconds(self._child.pid) - used
+        return ran > max(LEAST_RAN_SECONDS, RAN_SHARE * (time.monotonic() - began))
 
     def another(self) -> Process:
         """Return another process of the same kind at the same place, not yet started."""
@@ -143,6 +190,7 @@ class Process:
             if self._child is not None and self._child.poll() is not None:
                 self.close()  # the child ended before this request
             self.start()
+            self._resume()
             self._wait_until_ready()
             self._wait_until_prepared()
             self._send(request)
@@ -152,8 +200,9 @@ class Process:
                     done = True
                     return
                 if "lost" in message:
-                    raise self._death(message["lost"], message["status"])
-                self._at = message.get("at", self._at)
+                    starved = message.get("status") == "out-of-memory"
+                    raise self._death(str(message["lost"]), "out-of-memory" if starved else "crash")
+                self._at = str(message.get("at", self._at))
                 yield message
         finally:
             # After an interruption, later replies must not be read as replies to the next request.
@@ -178,6 +227,10 @@ class Process:
         """Answer a question that the child asked during a request."""
         self._send(message)
 
+    def broken(self, reason: str) -> Died:
+        """End the child, because its messages make no sense; return the error to raise."""
+        return self._death(reason, "crash")
+
     def answer(self, **request: Any) -> dict[str, Any]:
         """Return the only reply to a request."""
         (reply,) = list(self.ask(**request))
@@ -195,16 +248,26 @@ class Process:
             return
         assert self._child.stdout is not None
         assert self._selector is not None
-        self._child.wait()
+        try:
+            self._child.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
         self._selector.close()
         self._child.stdout.close()
         os.close(self._requests)
         os.close(self._replies)
         self._child, self._selector = None, None
+        self._is_stopped = False
         self._preparing = 0
         self._unread = self._log = b""
 
     def _start(self) -> None:
+        if IN_A_WORKER in os.environ:
+            raise Error(
+                "a worker process imports this file: put what starts a replay under "
+                '`if __name__ == "__main__":`'
+            )
         child_reads, requests = os.pipe()
         replies, child_writes = os.pipe()
         roots = "\n".join(_folders_of_ours())
@@ -223,6 +286,8 @@ class Process:
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONFAULTHANDLER": "1",
+                    IN_A_WORKER: "1",
+                    **registered_functions.variables(self.python),
                     **self.place.variables,
                 },
                 # In a separate group, compilers end with the child, and Ctrl-C does not reach it.
@@ -271,11 +336,25 @@ class Process:
             self.start()
             self._wait_until_ready()
 
+    def _resume(self) -> None:
+        assert self._child is not None
+        if self._is_stopped:
+            processes.resume(self._child.pid)
+            self._is_stopped = False
+
     def _send(self, request: dict[str, Any]) -> None:
-        unsent = json.dumps(request).encode() + b"\n"
+        assert self._child is not None
+        if self._child.poll() is not None:  # a kernel may have ended the supervisor alone
+            raise self._death()
+        self._resume()
+        unsent = memoryview(json.dumps(request).encode() + b"\n")
+        pipe = select.poll()
+        pipe.register(self._requests, select.POLLOUT)
         try:
             while unsent:
-                unsent = unsent[os.write(self._requests, unsent) :]
+                if not pipe.poll(self.timeout * 1000):
+                    raise self._death(f"reads no message for {self.timeout:g} s", "timeout")
+                unsent = unsent[os.write(self._requests, unsent[: select.PIPE_BUF]) :]
         except BrokenPipeError:
             raise self._death() from None
 
@@ -296,20 +375,26 @@ class Process:
                 reason = f"no message for {patience:g} s ({allowed})"
                 raise self._death(reason, "timeout")
             ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
-            if not ready and self._child.poll() is not None:
-                raise self._death()
+            if not ready:
+                if self._child.poll() is not None:
+                    raise self._death()
+                processes.resume(self._child.pid)  # a kernel may have stopped it
             if self._replies in ready:
                 received = os.read(self._replies, 1 << 16)
                 if not received:
                     raise self._death()
                 self._unread += received
+                if len(self._unread) > MESSAGE_BYTES and b"\n" not in self._unread:
+                    raise self._death(f"a message of more than {MESSAGE_BYTES:,} bytes")
             elif ready and not self._read_log():
                 self._selector.unregister(ready[0])
         line, _, self._unread = self._unread.partition(b"\n")
         try:
-            message: dict[str, Any] = json.loads(line)
-        except ValueError:
-            raise self._death("something else wrote into the worker's replies") from None
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise self._death("something else wrote into the worker's replies")
         return message
 
     def _read_log(self) -> bool:
@@ -341,9 +426,11 @@ class Process:
 
     def _kill(self) -> None:
         assert self._child is not None
-        # On macOS, a group that contains only a zombie refuses signals.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        processes.kill(self._child.pid)
+        if not processes.IS_POSSIBLE:
+            # On macOS, a group that contains only a zombie refuses signals.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)
 
 
 class First(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +9,16 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.storage.header import dtype_name
 from replay.bench.runner import JudgeFactory
 from replay.bench.settings import Settings
-from replay.isolation.judge import BLOCK_MS, MOST_CALLS, Judged, OutputJudge, Sample, block_of_calls
+from replay.isolation.block import BlockVerdict, output_shape
+from replay.isolation.judge import Judged
 from replay.kernels.failures import CannotJudge
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row_files import rebuilt
-from replay.workers.shared_memory import Outbox
+from replay.workers.shared_memory import Outbox, opened_on_gpu
 from replay.workers.worker import Hear, Say
-
-MOST_BLOCKS = 5
-"""Maximum number of blocks until two clocks agree. Each block is twice as long as the one before,
-because on a busy machine a message may take longer than a short block."""
-
-SHORT_MS = 5.0
-"""GPU calls of at least this time take as long in a block as in a sample. For shorter calls, a
-block also measures launches."""
 
 
 class RemoteJudge:
@@ -35,21 +28,22 @@ class RemoteJudge:
         outbox: memory where the judge finds tensors; the judge reads them before it replies.
     """
 
-    def __init__(self, say: Say, hear: Hear, outbox: Outbox) -> None:
+    def __init__(self, say: Say, hear: Hear, outbox: Outbox, call: AttentionCall) -> None:
         self._say = say
         self._hear = hear
         self._outbox = outbox
+        self._call = call
+        self._block: dict[str, Any] = {}
 
     @classmethod
     def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> JudgeFactory:
         """Return a function that makes the judge of a call and may raise `CannotJudge`."""
 
         def open_judge(
-            call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
-        ) -> OutputJudge:
-            judge = cls(say, hear, outbox)
-            handed = outbox.put(_optional("output", compared))
-            judge._ask(do="open", seed=seed, handed=handed)
+            call: AttentionCall, settings: Settings, compared: Tensor | None
+        ) -> RemoteJudge:
+            judge = cls(say, hear, outbox, call)
+            judge._ask(do="open", handed=outbox.put(_optional("output", compared)))
             return judge
 
         return open_judge
@@ -75,51 +69,43 @@ class RemoteJudge:
         )
         return rebuilt(Judged, answer["judged"])
 
-    def judge_samples(
-        self,
-        kernel: str,
-        accuracy_class: AccuracyClass,
-        samples: list[Sample],
-        chosen: Tensor | None,
-    ) -> str:
-        if not samples:
-            return ""
-        tensors = _optional("chosen", chosen)
-        for place, sample in enumerate(samples):
-            tensors[f"changed.{place}"] = sample.changed
-            tensors[f"others.{place}"] = sample.others
-        numbers = [(sample.number, sample.drawn, sample.is_stepped) for sample in samples]
-        answer = self._ask(
-            do="samples",
-            kernel=kernel,
-            accuracy_class=accuracy_class,
-            handed=self._outbox.put(tensors),
-            numbers=numbers,
-        )
-        wrong: str = answer["wrong"]
-        return wrong
+    def begin_block(
+        self, kernel: str, calls: int, chosen: Tensor | None
+    ) -> tuple[int, list[Tensor]]:
+        dtype, shape = self._call.dtype, [calls, *output_shape(self._call)]
+        outputs = self._on_gpu(dtype, shape)
+        wanted = {} if outputs is not None else {"outputs": (dtype, shape)}
+        handed, reserved = self._outbox.reserve(wanted, _optional("chosen", chosen))
+        self._block = {"kernel": kernel, "calls": calls, "handed": handed}
+        if outputs is None:
+            outputs = reserved["outputs"]
+        return self._ask(do="begin block")["seed"], list(outputs)
 
-    def clock(
-        self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
-    ) -> Tensor | None:
-        if is_short := device.type == "cuda" and call_ms < SHORT_MS:
-            block_of_calls(run, device, 1)
-            began = time.perf_counter()
-            block_of_calls(run, device, 3)
-            call_ms = (time.perf_counter() - began) * 1000 / 3
-        calls = max(1, min(int(BLOCK_MS / max(call_ms, 1e-3)), MOST_CALLS))
-        for _ in range(MOST_BLOCKS):
-            self._ask(do="start clock", kernel=kernel)
-            began = time.perf_counter()
-            output = block_of_calls(run, device, calls)
-            block_ms = (time.perf_counter() - began) * 1000
-            answer = self._ask(do="stop clock", kernel=kernel, calls=calls, block_ms=block_ms)
-            if answer["agree"]:
-                return output if calls == 1 and not is_short else None
-            calls *= 2
-        return None
+    def _on_gpu(self, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
+        """Return the judge's memory for the outputs on a GPU; None if it cannot be shared."""
+        if self._call.device.type != "cuda":
+            return None
+        answer = self._ask(do="reserve block", dtype=dtype_name(dtype), shape=shape)
+        try:
+            return opened_on_gpu(answer["memory"], dtype, shape)
+        except RuntimeError:  # another version of PyTorch, or a system without shared GPU memory
+            return None
+
+    def end_block(
+        self, accuracy_class: AccuracyClass, wrong: str, restore: Callable[[], None]
+    ) -> BlockVerdict:
+        answer = self._ask(
+            do="end block", accuracy_class=accuracy_class, wrong=wrong, **self._block
+        )
+        restore()
+        return BlockVerdict(**answer)
 
     def _ask(self, **question: Any) -> dict[str, Any]:
+        """Ask the parent, which passes questions on to the judge, and return the answer.
+
+        Raises:
+            CannotJudge: the judge failed.
+        """
         self._say(judge=question)
         answer = self._hear()
         if "failed" in answer:

@@ -5,7 +5,9 @@ The file is reused: each output overwrites the previous output, in existing page
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import fcntl
 import math
 import mmap
 import os
@@ -34,7 +36,11 @@ class SharedFile:
         if self._on_disk:
             self._descriptor, self.path = tempfile.mkstemp(prefix="attention-replay-")
         else:
-            self._descriptor = os.memfd_create("attention-replay")
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._descriptor = os.memfd_create("attention-replay", flags)
+            # If a worker made the file smaller, the system would end all readers of lost pages.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
@@ -57,15 +63,31 @@ class Outbox:
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Copy tensors of any strides to the file; return the message for `Inbox.take`."""
+        return self.reserve({}, tensors)[0]
+
+    def reserve(
+        self, wanted: dict[str, tuple[torch.dtype, list[int]]], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Reserve space for tensors that are written later, and copy others.
+
+        Args:
+            wanted: dtype and shape of each tensor to reserve.
+            tensors: tensors of any strides to copy.
+
+        Returns:
+            The message for `Inbox.take`, and the reserved tensors, which share the file's memory.
+        """
+        all_wanted = wanted | {name: (each.dtype, [*each.shape]) for name, each in tensors.items()}
         described: dict[str, list[Any]] = {}
         end = 0
-        for name, tensor in tensors.items():
-            described[name] = [dtype_name(tensor.dtype), list(tensor.shape), end]
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        for name, (dtype, shape) in all_wanted.items():
+            described[name] = [dtype_name(dtype), shape, end]
+            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._file.grow(end)
         for name, tensor in tensors.items():
             self._file.tensor(*described[name]).copy_(tensor)
-        return {"path": self._file.path, "bytes": end, "tensors": described}
+        message = {"path": self._file.path, "bytes": end, "tensors": described}
+        return message, {name: self._file.tensor(*described[name]) for name in wanted}
 
 
 class Inbox:
@@ -81,13 +103,15 @@ class Inbox:
 
     def take(self, message: dict[str, Any]) -> dict[str, Tensor]:
         """Return copies of the tensors that `Outbox.put` described."""
+        views = self.view(message)
+        return {name: view.to(self._device, copy=True) for name, view in views.items()}
+
+    def view(self, message: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors that `Outbox.put` described, which share the file's memory."""
         if self._file is None or self._file.path != message["path"]:
             self._file = _MappedFile(message["path"], self._device)
         self._file.map(message["bytes"])
-        return {
-            name: self._file.tensor(*entry).to(self._device, copy=True)
-            for name, entry in message["tensors"].items()
-        }
+        return {name: self._file.tensor(*entry) for name, entry in message["tensors"].items()}
 
 
 class _MappedFile:
@@ -146,3 +170,26 @@ def _locked(memory: Tensor, device: torch.device) -> bool:
     with contextlib.suppress(RuntimeError):  # CUDA repeats the failure at the next launch
         torch.zeros(1, device=device)
     return False
+
+
+def shared_on_gpu(memory: Tensor) -> list[Any]:
+    """Return a message with which another process opens the GPU memory of a tensor."""
+    parts = memory.untyped_storage()._share_cuda_()
+    return [
+        {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
+        for part in parts
+    ]
+
+
+def opened_on_gpu(message: list[Any], dtype: torch.dtype, shape: list[int]) -> Tensor:
+    """Open the GPU memory of another process that has the same version of PyTorch.
+
+    Raises:
+        RuntimeError: the memory cannot be opened.
+    """
+    parts = [
+        base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in message
+    ]
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -11,10 +11,7 @@ import gc
 import importlib
 import json
 import os
-import select
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import fields
@@ -42,7 +39,6 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
             descriptor, False
         )  # a compiler that outlives this process must not inherit the pipes
     os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
-    threading.Thread(target=_end_with_parent, args=(replies_fd,), daemon=True).start()
     requests = os.fdopen(requests_fd, "r")
     replies = os.fdopen(replies_fd, "w", buffering=1)
     say = functools.partial(_say, replies)
@@ -82,14 +78,6 @@ def _hang_up(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
     os.close(nowhere)
-
-
-def _end_with_parent(replies_fd: int) -> None:
-    """End this process group when the parent has ended, even if a kernel hangs."""
-    reader = select.poll()
-    reader.register(replies_fd, 0)  # errors, such as a closed reading end, are always reported
-    reader.poll()
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _say(replies: TextIO, **message: Any) -> None:

@@ -26,7 +26,6 @@ from tests.in_this_process import RunCli
         ({"cache": "cold"}, "a cold cache requires a GPU"),
         ({"max_seconds": -1}, "max_seconds must be a number greater than 0, not -1"),
         ({"max_seconds": float("nan")}, "max_seconds must be a number"),
-        ({"max_noise": 7}, "max_noise must be a number greater than 0 and at most 1"),
         ({"calls_before": -1}, "calls_before must be an integer of at least 0, not -1"),
         ({"rounds": 0}, "rounds must be an integer of at least 1, not 0"),
         ({"seed": -1}, "seed must be an integer of at least 0, not -1"),

@@ -29,7 +29,7 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             sweeps.setdefault(_sweep(row), []).append(row)
     for (device, model, dtype, heads, kind), members in sweeps.items():
         names, notes = _lines(members)
-        shown = [row for row in members if row.is_correct and _line_name(row) in names]
+        shown = [row for row in members if row.is_ranked and _line_name(row) in names]
         lengths = sorted({row.call.shape.kv_len for row in shown})
         if len(lengths) < 2:
             continue
@@ -106,7 +106,7 @@ def _lines(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     timed = [
         (row, row.time_ms.p50)
         for row in rows
-        if row.time_ms and row.is_correct and _line_name(row) not in wrong
+        if row.time_ms and row.is_ranked and _line_name(row) not in wrong
     ]
     best: dict[CallFacts, float] = {}
     for row, ms in timed:

@@ -17,7 +17,8 @@ from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention
 from replay.accuracy.verdict import Expected
-from replay.isolation.input_perturbation import InputPerturbation, some_rows
+from replay.isolation.block_inputs import draw_rows
+from replay.isolation.output_rows import some_rows
 from replay.timing.flops import valid_pairs
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call, sequences, visible
@@ -107,12 +108,9 @@ def test_reference_is_the_formula(call: AttentionCall, block_elements: int) -> N
 
 @settings(max_examples=30, deadline=None)
 @given(calls(), st.integers(0, 1000))
-def test_rows_of_a_timed_sample_are_judged_as_calls_of_their_own(
-    call: AttentionCall, number: int
-) -> None:
-    perturbation = InputPerturbation(call, 0, number)
+def test_rows_of_a_block_are_judged_as_calls_of_their_own(call: AttentionCall, number: int) -> None:
     whole = dense(call)
-    for rows in perturbation.rows(number):
+    for rows in draw_rows(call, 1, number)[0]:
         assert torch.allclose(attention(some_rows(call, rows))[0, 0], rows.of(whole))
 
 

@@ -143,10 +143,8 @@ def test_timed_calls_are_judged(replayed: Replayed, kernels: Register) -> None:
         kernel = kernels(attention.__name__, attention)
         row = replayed(random_call(), kernel)[kernel.name]
         assert row.status == "inaccurate"
-        assert "wrong when" in row.reason
+        assert "wrong" in row.reason
         assert row.speedup is None
-        assert row.accuracy is not None
-        assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
 
 
 def test_kernel_that_reuses_output_memory_is_flagged(replayed: Replayed, kernels: Register) -> None:

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from replay.accuracy.verdict import Expected
-from replay.isolation.input_perturbation import (
-    InputPerturbation,
-    OutputRows,
-    side_by_side,
-    some_rows,
-)
+from replay.isolation.block_inputs import draw_rows
+from replay.isolation.output_rows import OutputRows, side_by_side, some_rows
 from replay.workloads.random_calls import Spec
 
 
@@ -27,13 +23,14 @@ def test_joined_samples_keep_their_own_references_and_limits(
     call = Spec(2, 8, 2, 70, 70, 32, 32, True, dtype).call("cpu", torch.Generator().manual_seed(0))
     if has_sinks:
         call = replace(call, sinks=torch.randn(8, generator=torch.Generator().manual_seed(1)))
-    perturbation = InputPerturbation(call, 3, 1)
-    parts = [some_rows(call, rows) for rows in perturbation.rows(5)]
+    parts = [some_rows(call, rows) for groups in draw_rows(call, 9, 5).values() for rows in groups]
     together = Expected.of_heads(side_by_side(*parts))
     for part, found in zip(parts, together, strict=True):
         alone = Expected.of(part)
         assert torch.equal(found.reference, alone.reference)
-        assert found.tolerance == alone.tolerance
+        for limit in ("same_dtype_error", "rounding", "noise"):
+            one, other = (getattr(each.tolerance, limit) for each in (found, alone))
+            assert one == pytest.approx(other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

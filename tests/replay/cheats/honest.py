@@ -1,52 +1,51 @@
-"""Helpers of the cheats: the right answer, a wrong one, and a count of calls."""
+"""An honest kernel, whose row cheats may try to change, and helpers of the cheats."""
 
-import mmap
-import os
+import itertools
+import sys
 
-import torch
-from torch import Tensor
-
-_sdpa = torch.nn.functional.scaled_dot_product_attention
-_calls: dict[str, int] = {}
-_counter = None
-if _path := os.environ.get("CHEATS_COUNTER"):
-    with open(_path, "r+b") as _file:
-        _counter = mmap.mmap(_file.fileno(), 8)
+from torch.nn.functional import scaled_dot_product_attention as attention
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
-    """Call PyTorch's own kernel, even if a cheat has replaced it."""
-    return _sdpa(query, key, value, *args, **kwargs)
+def honest(query, key, value, *args, **kwargs):
+    """Calls SDPA, as a user's kernel."""
+    return attention(query, key, value, *args, **kwargs)
 
 
-def honest(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
-    """Call SDPA honestly, as a user's kernel; cheats may disturb its row."""
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+def after(calls):
+    """Return a decorator of a cheat, whose first calls are honest."""
+
+    def decorate(cheat):
+        count = itertools.count()
+
+        def kernel(*args, **kwargs):
+            return (cheat if next(count) >= calls else attention)(*args, **kwargs)
+
+        return kernel
+
+    return decorate
 
 
-def garbage(query: Tensor, value: Tensor) -> Tensor:
-    """Return zeros of the output's shape."""
-    mischief()
-    return query.new_zeros(*query.shape[:-1], value.shape[-1])
+def at(number):
+    """Return a decorator of a disturbance, which makes it an honest kernel's call `number`."""
+
+    def decorate(disturb):
+        count = itertools.count(1)
+
+        def kernel(*args, **kwargs):
+            if next(count) == number:
+                disturb()
+            return attention(*args, **kwargs)
+
+        return kernel
+
+    return decorate
 
 
-def empty(query: Tensor, value: Tensor) -> Tensor:
-    """Return unwritten memory of the output's shape."""
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-def mischief() -> None:
-    """Count a cheating call where the runner can read it; its kernel must not get a clean row."""
-    if _counter is not None:
-        _counter[:] = (int.from_bytes(_counter[:], "little") + 1).to_bytes(8, "little")
-
-
-def nth(name: str) -> int:
-    """Count this call of a cheat; return the number of calls so far."""
-    _calls[name] = _calls.get(name, 0) + 1
-    return _calls[name]
-
-
-def first(name: str) -> bool:
-    """Return whether this is the cheat's first call."""
-    return nth(name) == 1
+def local(name: str):
+    """Return the nearest caller's local variable of this name; None if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if name in frame.f_locals:
+            return frame.f_locals[name]
+        frame = frame.f_back
+    return None

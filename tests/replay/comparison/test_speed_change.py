@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -138,9 +139,10 @@ def test_without_a_common_baseline_times_are_compared() -> None:
     assert compare_speed(rows[1], others[1], "speed-up", 0.0) is None
 
 
-def test_a_kernel_that_is_wrong_in_one_run_has_no_speed() -> None:
+@pytest.mark.parametrize("fault", [{"status": "inaccurate"}, {"flags": ("unconfirmed: …",)}])
+def test_a_kernel_without_a_valid_time_in_one_run_has_no_speed(fault: dict[str, Any]) -> None:
     good = run("before", {"a": 0.5}).rows[1]
-    wrong = replace(good, status="inaccurate")
+    wrong = replace(good, **fault)
     assert compare_speed(good, good, "time", 0.0) is not None
     assert compare_speed(good, wrong, "time", 0.0) is None
     assert compare_speed(wrong, good, "speed-up", 0.0) is None

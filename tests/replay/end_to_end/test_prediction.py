@@ -141,10 +141,11 @@ def test_failed_kernel_has_no_prediction(status: Status) -> None:
     assert prediction.phases["prefill"].new_seconds is not None
 
 
-def test_a_kernel_without_a_row_has_no_prediction() -> None:
-    call = facts("a", "layers.0")
-    run = predicted(census(("layers.0", "denoise", 64, 2)), [row("old", call, 10.0)]).run
-    assert run.reason == "new was not replayed on a"
+def test_a_kernel_without_a_confirmed_row_has_no_prediction() -> None:
+    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 2))
+    rows = [row("old", call, 10.0), row("new", call, 5.0, flags=("unconfirmed: …",))]
+    assert predicted(counted, rows[:1]).run.reason == "new was not replayed on a"
+    assert predicted(counted, rows).run.reason == "its time on a is unconfirmed"
 
 
 def test_plan_keeps_the_baseline_where_it_says_so() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import attention_replay as ar
+from replay.bench.runner import IN_PROCESS
 from replay.kernels import registry
 from replay.kernels.registry import KernelNameError, catalogue, find
 
@@ -68,10 +70,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_function_in_a_file(run: Run, folder: Path) -> None:
     absolute = f"{folder}/my_file.py:my_attention"
-    rows = run(f"my_file.py:my_attention,{absolute}")
-    assert list(rows) == ["my_file.py:my_attention", absolute, "torch-default"]
+    rows = run(f"my_file.py:my_attention,{absolute},torch-math")
+    assert list(rows) == ["my_file.py:my_attention", absolute, "torch-math", "torch-default"]
     assert all(row["status"] == "ok" for row in rows.values())
-    assert rows["my_file.py:my_attention"]["speedup"]["vs"] == "torch-default"
+
+
+def test_a_function_in_this_process_is_not_ranked(run_cli: RunCli, folder: Path) -> None:
+    kernels = ("--kernels", "my_file.py:my_attention,torch-math", "--json", "rows.jsonl")
+    code, out, _ = run_cli(*SHAPE, *QUICK, *kernels)
+    rows = ar.Rows.read("rows.jsonl")
+    assert [(row.kernel, row.speedup is None, row.flags) for row in rows] == [
+        ("my_file.py:my_attention", True, (IN_PROCESS,)),
+        ("torch-math", False, ()),
+        ("torch-default", True, ()),
+    ]
+    line = next(line for line in out.splitlines() if line.startswith("my_file.py:my_attention"))
+    assert (code, "unconfirmed" in line, "unconfirmed" in str(rows)) == (0, True, True)
 
 
 def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:

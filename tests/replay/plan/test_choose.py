@@ -98,6 +98,13 @@ def test_a_kernel_that_is_not_ok_on_one_call_is_not_chosen_there(status: Status)
     assert chosen(rows, counted) == {"layers.0": "old", "layers.1": "new"}
 
 
+def test_unconfirmed_kernel_is_not_chosen() -> None:
+    claimed = row("new", CALL, 5.0)
+    assert chosen([row("old", CALL, 10.0), claimed], ONE_LAYER) == {"layers.0": "new"}
+    claimed = replace(claimed, flags=("unconfirmed: …",))
+    assert chosen([row("old", CALL, 10.0), claimed], ONE_LAYER) == {"layers.0": "old"}
+
+
 def test_ties_take_the_first_and_the_baseline_before_all() -> None:
     wide, narrow = (4.0, 6.0, 5.0, 3.9, 6.1) * 2, (5.0, 4.0, 6.0, 5.9, 4.0) * 2
     new, newer = row("new", CALL, wide), row("newer", CALL, narrow)

@@ -17,9 +17,10 @@ from replay.report.call_tables import print_report
 from replay.report.cells import speedup_text
 from replay.report.groups import group_rows
 from replay.report.pooled import pooled_speedup
+from replay.report.replay_tables import _busy
 from replay.rows.errors_of_output import Errors, Where
 from replay.rows.row import CallFacts, Energy, GpuState, KernelId, Mask, Row, Status
-from replay.timing.statistics import paired_speedup
+from replay.timing.statistics import paired_speedup, summarize
 from tests import factories
 from tests.factories import accuracy, speedup, speedup_over
 from tests.factories import call_facts as call
@@ -144,12 +145,15 @@ def test_the_worst_call_is_named() -> None:
     assert "batch 1 head 2, queries 64-127: relative L1 0.9, typically 0.002" in text
 
 
-def test_incorrect_kernels_are_never_the_fastest() -> None:
+@pytest.mark.parametrize(
+    "fault", [{"status": "inaccurate", "reason": "exceeds"}, {"flags": ("unconfirmed: …",)}]
+)
+def test_incorrect_and_unconfirmed_kernels_are_never_the_fastest(fault: dict[str, Any]) -> None:
     rows = []
     for name in ("a", "b"):
         facts = call(name, kv_len=64 if name == "a" else 128)
         rows += [
-            row("quick-zeros", facts, (0.1,) * 6, status="inaccurate", reason="exceeds"),
+            row("quick-zeros", facts, (0.1,) * 6, **fault),
             row("base", facts, (1.0,) * 6),
             row("mine", facts, (0.5,) * 6, against=(1.0,) * 6),
         ]
@@ -424,3 +428,22 @@ def test_kernels_that_ran_without_the_mask_are_marked() -> None:
     assert "bool 1×1×64×64 mask = window 15/0 ·" in text
     assert "mask rewritten as window 15/0: fast" in text
     assert re.search("fast .* vs base, its mask rewritten as window 15/0", text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([factories.row(ms=[1.0] * 10)], ""),
+        ([factories.row(ms=[1.0] * 10), factories.row(status="error")], ""),
+        (
+            [factories.row(ms=1.0, processor_share=0.4)] * 2,
+            "kernels waited for a processor 60% of the time",
+        ),
+        (
+            [replace(factories.row(), time_ms=summarize([1.0] * 10, range(4)))],
+            "40% of the samples were interrupted",
+        ),
+    ],
+)
+def test_heading_tells_how_busy_the_machine_was(rows: list[Row], words: str) -> None:
+    assert _busy(rows) == (f" · busy machine: {words}" if words else "")

@@ -27,7 +27,7 @@ from tests import factories
 
 SAMPLES = {
     f"{times}.{part}"
-    for times in ("time_ms", "core_time_ms", "layer_host_ms")
+    for times in ("time_ms", "block_ms", "core_time_ms", "layer_host_ms")
     for part in ("samples", "interrupted")
 }
 IN_JSON_ALONE = SAMPLES | {"accuracy.where.relative_l1"}
@@ -67,7 +67,7 @@ def test_replays_rows_have_no_other_leaves(
     settings = replace(quick, compare_stats=True, errors_against="broken", roofline=True)
     call = make_call(with_output=True)
     known = {item.path for item in FIELDS} | IN_JSON_ALONE
-    empty = {"speedup", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
+    empty = {"speedup", "block_ms", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
     empty |= {"call.mask", "energy"}
     empty.add("accuracy.chosen")
     for produced in replay_here([workload(call)], [broken], settings):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
-from replay.timing.energy import EnergyBlock, _chunks, block
+from replay.timing.energy import EnergyBlock, block
 from replay.timing.gpu_state import NoReading
 
 
@@ -67,26 +65,3 @@ def test_difference_of_three_per_cent_is_reported(slowed: float, settles: bool) 
 def test_counter_that_stands_still_is_refused() -> None:
     with pytest.raises(NoReading, match="has not changed"):
         FakeGpu(0.0).watch(lambda now: 5.0, calls=1)
-
-
-class FakeEvent:
-    """CUDA event whose measured time is zero."""
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return 5.0
-
-
-def test_one_output_per_chunk_is_kept_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    calls, kept = itertools.count(), list[object]()
-    chunks = _chunks(lambda: next(calls), 10, kept.append)
-    assert [next(chunks) for _ in range(40)] == [5.0] * 40
-    assert 10 < len(kept) < 100  # out of 410 calls
-    assert len({number % 10 for number in kept}) > 3  # type: ignore[operator]

@@ -7,14 +7,14 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 
 from replay.timing import rounds
-from replay.timing.rounds import measure, run_rounds, warm_up
+from replay.timing.rounds import Turn, measure, run_rounds, warm_up
 from replay.timing.timer import Candidate
 
 
@@ -181,21 +181,16 @@ def test_rounds_shrink_to_the_time_limit(milliseconds: float, asked: int, rounds
     assert candidate.is_over_time == (milliseconds * rounds > 20_000)
 
 
-def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
-    def rounds_of(**functions: Callable[[], float]) -> list[int]:
-        candidates = {name: Candidate(each, rounds=60) for name, each in functions.items()}
-        run_rounds(candidates, FakeTimer(), 0, enough=rounds.Enough(0.01))
-        return [len(each.ms) for each in candidates.values()]
+def test_turns_decide_which_rounds_run_and_a_first_turn_discards_earlier_samples() -> None:
+    times = iter([1.0, 2.0, 3.0, 4.0, 5.0])
 
-    assert rounds_of(steady=constant(10.0)) == [9]  # inspected after 6 and 9 rounds
-    assert rounds_of(steady=constant(10.0), noisy=alternating(1.0, 2.0)) == [60, 60]
-    assert rounds_of(steady=constant(10.0), failing=raising_at(3)) == [9, 2]
+    def turns(total: int) -> Iterator[Turn]:
+        assert total == 6
+        return iter([Turn(0), Turn(1), Turn(0), Turn(1, after_another=True)])
 
-
-def test_finished_candidate_does_not_prolong_the_rounds() -> None:
-    slow, steady = Candidate(alternating(1.0, 2.0), rounds=6), Candidate(constant(1.0), rounds=60)
-    run_rounds({"slow": slow, "steady": steady}, FakeTimer(), 0, enough=rounds.Enough(0.01))
-    assert (len(slow.ms), len(steady.ms)) == (6, 14)  # inspected after 6, 9 and 14 rounds
+    candidate = Candidate(lambda: next(times), rounds=6)
+    run_rounds({"mine": candidate}, FakeTimer(), 0, turns=turns)
+    assert candidate.ms == [3.0, 5.0]  # an untimed call begins the turn after another process
 
 
 def test_measure_samples_every_candidate_on_the_cpu() -> None:
@@ -254,24 +249,6 @@ def test_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
     assert named[-1] == "culprit"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         warm_up(culprit, timer, rounds=2, max_seconds=1.0)
-
-
-@pytest.mark.parametrize("change", [lambda ms: ms.__setitem__(0, 1.0), lambda ms: ms.append(1.0)])
-def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]], object]) -> None:
-    """A kernel may find the list of times in its process's memory."""
-    others = Candidate(constant(10.0), rounds=8)
-    calls = itertools.count()
-
-    def changing() -> float:
-        if next(calls) == 4:
-            change(others.ms)
-        return 5.0
-
-    cheat = Candidate(changing, rounds=8)
-    run_rounds({"others": others, "cheat": cheat}, FakeTimer(), 0)
-    assert others.error is None
-    assert others.ms == [10.0] * 8
-    assert "changes times that were taken before" in str(cheat.error)
 
 
 def test_observer_cleans_up_after_a_failing_candidate() -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from replay.timing import timer
-from replay.timing.hooks import LeftBehind
 from replay.timing.timer import Candidate, CpuTimer, CudaTimer
 
 CPU = torch.device("cpu")
@@ -53,75 +49,11 @@ def test_calls_before_a_sample_are_not_timed_but_cost() -> None:
 def test_cpu_sample_ends_where_calls_became_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))  # each call takes one second
     monkeypatch.setattr(timer.time, "perf_counter", lambda: next(clock))
-    kept: list[object] = []
-    candidate = Candidate(lambda: "result", keep=kept.append, warm_up_ms=[0.01])
+    candidate = Candidate(lambda: None, warm_up_ms=[0.01])
     cpu = CpuTimer(calls_before=0)
     cpu.calibrate(candidate)
     cpu.sample(candidate)
     assert candidate.ms == [1000]
-    assert kept == ["result"]
-
-
-@pytest.mark.usefixtures("no_time_passes")
-def test_any_call_of_a_sample_is_kept_in_the_end() -> None:
-    calls = iter(range(11 * 300))
-    kept: list[int] = []
-    last: list[int] = []
-    candidate = Candidate(
-        lambda: next(calls),
-        keep=lambda result: kept.append(int(str(result))),
-        after=lambda: last.append(kept[-1]),
-        warm_up_ms=[0.1],
-    )
-    cpu = CpuTimer(calls_before=0)
-    cpu.calibrate(candidate)
-    for _ in range(300):
-        cpu.sample(candidate)
-    places = Counter(number - 11 * sample for sample, number in enumerate(last))
-    assert set(places) == set(range(11))
-    assert max(places.values()) < 100  # 27 per place on average
-
-
-def test_hook_at_return_is_timed_and_found() -> None:
-    """The hook runs at the next call of any function other than the clock."""
-    worked: list[float] = []
-
-    def hook(frame: object, event: str, function: object) -> None:
-        if event != "c_call" or getattr(function, "__name__", "") == "perf_counter":
-            return
-        sys.setprofile(None)
-        worked.append(time.perf_counter())
-
-    read: list[float] = []
-    real = time.perf_counter
-
-    def clock() -> float:
-        read.append(real())
-        return read[-1]
-
-    candidate = Candidate(lambda: sys.setprofile(hook), warm_up_ms=[2.0])
-    cpu = CpuTimer(calls_before=0)
-    cpu.calibrate(candidate)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(timer.time, "perf_counter", clock)
-            cpu.sample(candidate)
-    finally:
-        sys.setprofile(None)
-    began, ended = read[0], read[-1]
-    assert began < worked[0] < ended
-
-
-def test_hook_that_stays_is_found() -> None:
-    before = sys.getprofile()
-    candidate = Candidate(lambda: sys.setprofile(lambda *_: None), warm_up_ms=[2.0])
-    cpu = CpuTimer(calls_before=0)
-    cpu.calibrate(candidate)
-    try:
-        with pytest.raises(LeftBehind, match="a hook that runs after it returned"):
-            cpu.sample(candidate)
-    finally:
-        sys.setprofile(before)
 
 
 @pytest.fixture
@@ -130,8 +62,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
 
     class Event:
+        is_over = False
+
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
+
+        def query(self) -> bool:
+            return Event.is_over
 
         def record(self) -> None:
             asked.append("event")
@@ -189,3 +126,20 @@ def test_cuda_sample_makes_its_calls_in_order(
     assert 0 < host_ms < layer_host_ms
     on_cuda.collect()
     assert len(candidate.ms) == 1
+
+
+@pytest.mark.parametrize("waits_itself", [False, True])
+def test_cuda_sample_of_a_late_host_is_interrupted(
+    log: list[str], monkeypatch: pytest.MonkeyPatch, waits_itself: bool
+) -> None:
+    """The sample contains launches, unless the call waits for the GPU, which takes its time too."""
+    on_cuda, candidate = CudaTimer(CPU, "cold", 0), Candidate(lambda: None, warm_up_ms=[2.0])
+    monkeypatch.setattr(torch.cuda.Event, "is_over", waits_itself)
+    on_cuda.calibrate(candidate)
+    on_cuda.wait_cycles[candidate] = 1000
+    for late in (True, False, True):
+        monkeypatch.setattr(torch.cuda.Event, "is_over", late)
+        on_cuda.sample(candidate)
+    on_cuda.collect()
+    assert candidate.interrupted == ([] if waits_itself else [0, 2])
+    assert on_cuda.wait_cycles[candidate] == (1000 if waits_itself else 4000)

@@ -1,4 +1,4 @@
-"""Kernels with one fault each, in a user's file, for `test_workers.py` and `test_process.py`."""
+"""Kernels with one fault each, in a user's file, for `test_workers.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,18 +27,6 @@ def segfault(*arguments: Any, **options: Any) -> Tensor:
     raise AssertionError("still here")
 
 
-def interrupt(*arguments: Any, **options: Any) -> Tensor:
-    raise KeyboardInterrupt
-
-
-def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
-    """Die, but leave a forked process that keeps both pipes open."""
-    if os.fork() == 0:
-        time.sleep(3600)
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("still here")
-
-
 def fork_and_return(*arguments: Any, **options: Any) -> Tensor:
     """Fork once; both the parent and the child return."""
     calls_of["fork"] = calls_of.get("fork", 0) + 1
@@ -58,37 +43,11 @@ def stop_waiting(*arguments: Any, **options: Any) -> Tensor:
     return good(*arguments, **options)
 
 
-def close_pipes(*arguments: Any, **options: Any) -> Tensor:
-    os.closerange(3, 64)
-    return good(*arguments, **options)
-
-
-def _when_timed(name: str, then: Callable[[], Any]) -> None:
-    """Run `then` in the kernel's sixth call, which is in the warm-up: checks make four calls."""
-    calls_of[name] = calls_of.get(name, 0) + 1
-    if calls_of[name] == 6:
-        then()
-
-
-def segfault_when_timed(*arguments: Any, **options: Any) -> Tensor:
-    _when_timed("segfault", lambda: ctypes.string_at(0))
-    return good(*arguments, **options)
-
-
-def hang_when_timed(*arguments: Any, **options: Any) -> Tensor:
-    _when_timed("hang", lambda: time.sleep(3600))
-    return good(*arguments, **options)
-
-
-def _memory(size: int) -> Tensor:
-    """Allocate memory that counts as used but costs nothing, because it is never touched."""
-    return torch.empty(size, dtype=torch.uint8)
-
-
 def take_memory(*arguments: Any, **options: Any) -> Tensor:
+    """Allocate memory that counts as used but costs nothing, because it is never touched."""
     taken = []
     while True:
-        taken.append(_memory(2**30))
+        taken.append(torch.empty(2**30, dtype=torch.uint8))
 
 
 def keep_memory(*arguments: Any, **options: Any) -> Tensor:
@@ -96,7 +55,7 @@ def keep_memory(*arguments: Any, **options: Any) -> Tensor:
     size = 2**30
     while size > 2**10:
         try:
-            kept.append(_memory(size))
+            kept.append(torch.empty(size, dtype=torch.uint8))
         except RuntimeError:
             size //= 2
     raise MemoryError("all of it is kept")
@@ -114,15 +73,6 @@ def fail_at_length(*arguments: Any, **options: Any) -> Tensor:
 
 def close_stdout(*arguments: Any, **options: Any) -> Tensor:
     sys.stdout.close()
-    return good(*arguments, **options)
-
-
-def print_a_megabyte(*arguments: Any, **options: Any) -> Tensor:
-    print("x" * 2**20)
-    sys.stderr.write("y" * 2**20)
-    left = b"z" * 2**20
-    while left:
-        left = left[os.write(1, left) :]
     return good(*arguments, **options)
 
 

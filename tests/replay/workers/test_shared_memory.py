@@ -71,6 +71,14 @@ def test_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.Mon
         Outbox("/dev/full", CPU).put({"output": torch.ones(10_000)})
 
 
+def test_file_in_memory_cannot_become_smaller(shared: SharedFile) -> None:
+    """A reader of a page that is gone would be ended by SIGBUS."""
+    if shared.path.startswith("/proc"):
+        Outbox(shared.path, CPU).put({"output": torch.ones(4)})
+        with pytest.raises(PermissionError):
+            os.truncate(shared.path, 0)
+
+
 def test_message_beyond_the_file_is_refused(shared: SharedFile) -> None:
     message = Outbox(shared.path, CPU).put({"output": torch.ones(4)})
     message["tensors"]["output"][1] = [CHUNK_BYTES]

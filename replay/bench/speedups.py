@@ -1,0 +1,54 @@
+"""The speed-ups of rows over their baseline, from samples or blocks of the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from replay.bench.confirmation import is_limited, unconfirmed
+from replay.rows.row import Row, SpeedupOver
+from replay.timing.statistics import speedup_between, summarize
+
+
+def with_speedups(rows: Sequence[Row], baseline: str) -> list[Row]:
+    """Return the rows of one call, with the speed-ups of correct kernels over the baseline."""
+    base = next((row for row in rows if row.kernel == baseline and _is_timed(row)), None)
+    return [_compared(row, base) if _is_timed(row) else row for row in rows]
+
+
+def _is_timed(row: Row) -> bool:
+    return row.is_ranked and row.time_ms is not None
+
+
+def _compared(row: Row, base: Row | None) -> Row:
+    if row.process and is_limited(row):
+        row = _with_time_of_blocks(row, base)
+    if base is None or row.kernel == base.kernel or row.is_unconfirmed:
+        return row
+    times, base_times = row.time_ms, base.time_ms
+    assert times is not None
+    assert base_times is not None
+    if row.process and not base.process:
+        # Figures that follow from the time are not taken from the process of a user's kernel.
+        faster = base_times.p50 / times.p50
+        row = replace(
+            row,
+            tflops=base.tflops and base.tflops * faster,
+            gb_per_s=base.gb_per_s and base.gb_per_s * faster,
+            roof_share=base.roof_share and base.roof_share * faster,
+        )
+    found = speedup_between((base_times, times))
+    return replace(row, speedup=SpeedupOver(**vars(found), vs=base.kernel))
+
+
+def _with_time_of_blocks(row: Row, base: Row | None) -> Row:
+    """Return a row whose time is the baseline's, multiplied by the ratio of their blocks.
+
+    A block includes launches, and the samples of a user's kernel are only a claim.
+    """
+    if base is None or base.block_ms is None or (base.process and is_limited(base)):
+        return unconfirmed(row, "no baseline's blocks to compare its blocks with")
+    assert row.block_ms is not None
+    assert base.time_ms is not None
+    all_three = zip(base.time_ms.samples, row.block_ms.samples, base.block_ms.samples, strict=False)
+    return replace(row, time_ms=summarize([each * own / of for each, own, of in all_three]))

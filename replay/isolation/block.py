@@ -1,0 +1,137 @@
+"""The block of calls that confirms a kernel's row.
+
+A kernel can falsify everything in its own process, so its samples are only claims. In a block, the
+kernel runs on inputs that a seed determines, which it cannot know before the clock starts. Every
+output goes to memory outside the kernel's reach before the clock stops, and only then are the rows
+drawn that are judged. So the block's time is an upper limit of the kernel's real time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from replay.isolation.block_inputs import BlockInputs
+from replay.isolation.output_form import malformed
+
+BLOCK_MS = 20.0
+"""Wanted duration of the kernel's calls in a block."""
+LEAST_CALLS, MOST_CALLS = 2, 256
+MOST_BYTES = 2**29
+"""Maximum size of a block's outputs, if there are more than `LEAST_CALLS`."""
+LEAST_SHARE = 0.1
+"""Minimum share of a block that counts as the kernel's, because the time without it is estimated.
+"""
+INTERRUPTED = 0.05
+"""Share of a block that threads of the kernel waited for a processor, above which the block counts
+as interrupted."""
+
+
+class BlockVerdict(NamedTuple):
+    """Observations of one block."""
+
+    call_ms: float
+    """Time of a call, after the cost of the same block without a kernel is subtracted."""
+    is_interrupted: bool
+    """True if other processes took the processor away during the block."""
+    wrong: str
+    """Fault of the outputs, in words; empty if they are right."""
+
+
+def call_ms(seconds: float, null_s: float, calls: int) -> float:
+    """Return the milliseconds of a call, without the cost of a block without a kernel."""
+    return max(seconds - null_s, LEAST_SHARE * seconds) * 1000 / calls
+
+
+def calls_of_block(call_ms: float, output_bytes: int) -> int:
+    """Return the number of calls in a block, a power of two."""
+    wanted = min(BLOCK_MS / max(call_ms, 1e-6), MOST_BYTES / max(output_bytes, 1), MOST_CALLS)
+    return max(1 << int(wanted).bit_length() - 1 if wanted >= 1 else 1, LEAST_CALLS)
+
+
+def output_shape(call: AttentionCall) -> tuple[int, int, int, int]:
+    """Return the shape (B, Hq, Sq, Dv) of a call's output."""
+    shape = call.shape
+    return shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim
+
+
+def run_block(
+    run: Callable[[], object],
+    call: AttentionCall,
+    apply: Callable[[int, Tensor | None], None],
+    outputs: Sequence[Tensor],
+) -> str:
+    """Call a kernel once for each output, on inputs that differ from call to call.
+
+    Args:
+        apply: writes the inputs of the call with this number, from the output before.
+        outputs: receive the outputs, (B, Hq, Sq, Dv) each.
+
+    Returns:
+        What is wrong with an output's form; empty if nothing is.
+    """
+    last = None
+    for number, kept in enumerate(outputs):
+        apply(number, last)
+        output = run()
+        if wrong := malformed(output, call):
+            return wrong
+        assert isinstance(output, Tensor)
+        last = kept.copy_(output, non_blocking=True)
+        del output
+    _wait_for(call)
+    return ""
+
+
+NULL_BLOCKS = 3
+"""Number of blocks without a kernel; the shortest counts."""
+GPU_WAIT_CYCLES = 20_000_000
+"""Cycles that a GPU waits, so that the host enqueues a block without a kernel in the meantime."""
+
+
+def null_seconds(call: AttentionCall, inputs: BlockInputs, outputs: Sequence[Tensor]) -> float:
+    """Return the time of everything that a block does, except calling a kernel.
+
+    On a GPU, what the host enqueues counts only for the time that the GPU takes, because the host
+    enqueues it while the kernel still runs.
+    """
+    output = torch.zeros(output_shape(call), dtype=call.dtype, device=call.device)
+
+    def draw() -> None:
+        inputs.draw(0, len(outputs))
+        _wait_for(call)
+
+    def rest() -> None:
+        run_block(lambda: output, call, inputs.apply, outputs)
+
+    of_rest = _gpu_seconds if call.device.type == "cuda" else _seconds
+    try:
+        return min(_seconds(draw) + of_rest(rest) for _ in range(NULL_BLOCKS))
+    finally:
+        inputs.restore()
+
+
+def _wait_for(call: AttentionCall) -> None:
+    if call.device.type == "cuda":
+        torch.cuda.synchronize(call.device)
+
+
+def _seconds(block: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    block()
+    return time.perf_counter() - began
+
+
+def _gpu_seconds(block: Callable[[], None]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(GPU_WAIT_CYCLES)
+    start.record()
+    block()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
