@@ -351,9 +351,9 @@ def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
 
 
 def off(output: Tensor, by: float) -> Tensor:
-    """Add errors of random sign, as a share of the output's largest value."""
+    """Add errors of random sign, as a share of each row's mean value."""
     signs = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).sign()
-    return output + by * output.abs().max() * signs
+    return output + by * output.abs().mean(-1, keepdim=True) * signs
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def off(output: Tensor, by: float) -> Tensor:
         ("exact", 1e-3, {"exact": {"same_dtype_factor": 1e6}}),
         ("exact", 1e-3, {"exact": {"rounding_factor": 1e4}}),
         ("sparse", 1e-3, {"sparse": {"same_dtype_factor": 1e6}}),
-        ("quantised", 0.12, {"quantised": {"maximum_relative_l1": 0.9}}),
+        ("quantised", 0.8, {"quantised": {"maximum_relative_l1": 0.9}}),
     ],
 )
 def test_blocks_are_judged_by_the_users_tolerances(
