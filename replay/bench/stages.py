@@ -5,7 +5,6 @@ Each stage contains the previous one and is immutable.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -97,8 +96,9 @@ class TimedKernel:
 
     @property
     def p50(self) -> float:
-        """Median of the samples in milliseconds; 0 without samples."""
-        return statistics.median(self.samples.ms) if self.samples else 0.0
+        """Median of the samples in milliseconds, as in the row; 0 without samples."""
+        samples = self.samples
+        return summarize(samples.ms, samples.interrupted).p50 if samples else 0.0
 
 
 @dataclass(frozen=True)
