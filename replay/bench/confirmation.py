@@ -33,7 +33,7 @@ class Blocks:
     """Number of blocks that no other process interrupted."""
 
     def add(self, seen: BlockVerdict) -> None:
-        self.ms.append(max(seen.call_ms, 0.0))
+        self.ms.append(seen.call_ms)
         self.quiet += not seen.is_interrupted
 
     def settle(self, claimed_ms: float) -> bool:
@@ -78,9 +78,8 @@ def with_blocks(row: Row, blocks: Blocks, overhead_ms: float = 0.0) -> Row:
 
 
 def is_limited(row: Row) -> bool:
-    """Return whether the row's blocks are longer than its samples."""
-    blocks, samples = row.block_ms, row.time_ms
-    return blocks is not None and (samples is None or min(blocks.samples) > TOO_FAST * samples.p50)
+    """Return whether the row is compared by its blocks, which are longer than its samples."""
+    return any(flag.startswith((LIMITED, BUSY)) for flag in row.flags)
 
 
 def unconfirmed(row: Row, why: str) -> Row:

@@ -89,7 +89,7 @@ class _SomeRows:
     """
 
     def __init__(self, tensor: Tensor, factors: Tensor) -> None:
-        self._tensor, self._length = tensor, tensor.shape[2]
+        self._length = tensor.shape[2]
         changed = torch.empty_like(tensor)
         _multiply(changed, tensor, factors)
         # Rows are only copied, so a float8 may be taken for an integer, which has these operations.

@@ -108,6 +108,31 @@ def _undo_replacements(wanted: set[str]) -> None:
             found._destroy()
 
 
+def _backend_order() -> dict[str, Setting]:
+    """Return the setting of the order in which SDPA tries its backends.
+
+    On some GPUs, PyTorch itself moves cuDNN to the front at the first call of SDPA, and only then.
+    """
+    if not hasattr(torch._C, "_set_sdp_priority_order"):
+        return {}
+    order, cudnn = torch._C._get_sdp_priority_order(), int(getattr(torch._C._SDPBackend, CUDNN))
+    pytorchs = [order, [cudnn, *(each for each in order if each != cudnn)]]
+    last = [order]
+
+    def read() -> list[int] | None:
+        """Return the order; None for an order that PyTorch itself sets."""
+        if (now := torch._C._get_sdp_priority_order()) not in pytorchs:
+            return now
+        last[0] = now
+        return None
+
+    def write(was: list[int] | None) -> None:
+        torch._C._set_sdp_priority_order(was or last[0])
+
+    return {"the order of SDPA's backends": Setting(read, write)}
+
+
+CUDNN = "CUDNN_ATTENTION"
 _DENORMAL = torch.tensor(1e-40)
 _CUDA = torch.backends.cuda
 
@@ -118,6 +143,7 @@ SETTINGS: dict[str, Setting] = {
         )
         for name in ("flash", "mem_efficient", "math", "cudnn")
     },
+    **_backend_order(),
     "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp": Setting(
         _CUDA.fp16_bf16_reduction_math_sdp_allowed, _CUDA.allow_fp16_bf16_reduction_math_sdp
     ),

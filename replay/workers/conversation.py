@@ -29,8 +29,6 @@ DISTURBS = (
     "been ended and started again"
 )
 """Reason why the kernels of a worker are given up."""
-
-
 PHASES = 2
 """Number of times that a worker asks for turns: for samples, and then for blocks."""
 

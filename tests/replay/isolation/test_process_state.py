@@ -64,6 +64,20 @@ def test_setting_is_restored_and_flagged(name: str) -> None:
         assert thread.submit(flags).result() == ((f"changes {name}",), ())
 
 
+@torch.no_grad()
+def test_backend_order_of_pytorch_is_kept() -> None:
+    process_state, before = ProcessState(), torch._C._get_sdp_priority_order()
+    cudnn_first = [3, *(backend for backend in before if backend != 3)]
+    try:
+        for order, flags in ((cudnn_first, 0), (before[::-1], 1)):
+            torch._C._set_sdp_priority_order(order)
+            process_state.restore("mine")
+            assert len(process_state.flags("mine")) == flags
+            assert torch._C._get_sdp_priority_order() == cudnn_first
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_replaced_operator_is_restored_and_flagged() -> None:
     """PyTorch's operators are restored if a package replaces them; its own operators are kept."""

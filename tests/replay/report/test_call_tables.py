@@ -433,7 +433,6 @@ def test_kernels_that_ran_without_the_mask_are_marked() -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([factories.row(ms=[1.0] * 10)], ""),
         ([factories.row(ms=[1.0] * 10), factories.row(status="error")], ""),
         (
             [factories.row(ms=1.0, processor_share=0.4)] * 2,
