@@ -37,9 +37,9 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected, judge
-from replay.isolation.block import output_shape
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
+from replay.isolation.output_form import output_shape
 from replay.kernels.registry import Kernel, find
 from replay.rows.row import Machine
 from replay.timing.machine import describe

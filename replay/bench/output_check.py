@@ -24,11 +24,11 @@ from replay.bench.forms import Forms
 from replay.bench.resources import launched_programs, with_peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel, ConfirmedKernel, TimedKernel
-from replay.isolation.block import calls_of_block, output_shape, run_block
+from replay.isolation.block import calls_of_block, run_block
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.inputs import POISON, Inputs, drop_in
 from replay.isolation.judge import OutputJudge
-from replay.isolation.output_form import malformed
+from replay.isolation.output_form import malformed, output_shape
 from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, Finding, classify
 from replay.kernels.registry import Kernel, ScaledCore

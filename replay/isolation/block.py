@@ -17,7 +17,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.isolation.block_inputs import BlockInputs
-from replay.isolation.output_form import malformed
+from replay.isolation.output_form import malformed, output_shape
 
 BLOCK_MS = 20.0
 """Wanted duration of the kernel's calls in a block."""
@@ -52,12 +52,6 @@ def calls_of_block(call_ms: float, output_bytes: int) -> int:
     """Return the number of calls in a block, a power of two."""
     wanted = min(BLOCK_MS / max(call_ms, 1e-6), MOST_BYTES / max(output_bytes, 1), MOST_CALLS)
     return max(1 << int(wanted).bit_length() - 1 if wanted >= 1 else 1, LEAST_CALLS)
-
-
-def output_shape(call: AttentionCall) -> tuple[int, int, int, int]:
-    """Return the shape (B, Hq, Sq, Dv) of a call's output."""
-    shape = call.shape
-    return shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim
 
 
 def run_block(

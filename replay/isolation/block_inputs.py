@@ -19,13 +19,13 @@ import contextlib
 import math
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.strides import narrow_expanded
+from replay.isolation.output_form import output_shape
 from replay.isolation.output_rows import OutputRows
 
 SIXTEENTHS = (*range(-16, -4), *range(5, 9))
@@ -61,25 +61,6 @@ _FACTORS = bytes(SIXTEENTHS[byte % 16] & 255 for byte in range(256))
 _SIGNS = bytes((16 if byte % 2 else -16) & 255 for byte in range(256))
 
 
-class _Drawn(NamedTuple):
-    """Changes of the inputs of one call."""
-
-    of_query: Tensor
-    """Signs (B, Hq, 1, D)."""
-    opposite: Tensor
-    """The other signs of all channels that may change their sign."""
-    of_runs: Tensor
-    """Factors of the runs of value rows: (B, Hkv, runs, parts of a row)."""
-    first: int
-    """Place of the first row in its run."""
-    turn: int
-    """Number that determines a row and a head of the output before, whose bits change signs."""
-    rows: Tensor
-    """Indices of the rows that the last call changed, and of as many rows for this call."""
-    sources: Tensor
-    """Indices of what to write there, in `_SomeRows`."""
-
-
 class _SomeRows:
     """Rows of a tensor that a call changes, and that the next call changes back.
 
@@ -97,8 +78,9 @@ class _SomeRows:
         both = (self._memory, changed.view(self._memory.dtype))
         self._both = torch.cat(both, 2)
 
-    def apply(self, drawn: _Drawn) -> None:
-        self._memory.index_copy_(2, drawn.rows, self._both.index_select(2, drawn.sources))
+    def apply(self, rows: Tensor, sources: Tensor) -> None:
+        """Write rows: recorded ones, or changed ones, whose sources come after those."""
+        self._memory.index_copy_(2, rows, self._both.index_select(2, sources))
 
     def restore(self) -> None:
         self._memory.copy_(self._both[:, :, : self._length])
@@ -135,12 +117,26 @@ class BlockInputs:
         if not self._has_value:
             enlarged = torch.full((1,), ENLARGED, dtype=self._kind, device=call.device)
             self._some.append(_SomeRows(self._value, enlarged))
-        bits = round(-math.log2(torch.finfo(call.dtype).eps))
+        (batch, heads, length, width), device = self._value.shape, call.device
+        self._run_bounds = max(length // RUNS[1], 1), max(length // RUNS[0], 1)
+        self._runs = length // self._run_bounds[0] + 2
+        self._parts = next((n for n in range(ROW_PARTS, width) if width % n == 0), max(width, 1))
+        # Heads read windows of one table, shifted by an entry from head to head.
+        self._signs = sum(self._query.shape[:2]) + self._query.shape[3]
+        self._factors = batch + heads + self._runs * self._parts
+        self._tables: list[Tensor] = []
+        self._place_sizes: list[int] = []
+        self._turns: list[int] = []
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._all_rows = torch.arange(length, device=device)
+        shape, bits = output_shape(call), round(-math.log2(torch.finfo(call.dtype).eps))
         high_bit = torch.tensor(1 << max(bits - HIGH_BIT, 0), dtype=_INTEGERS[call.dtype.itemsize])
-        self._high_bits = (~self._kept).to(high_bit.dtype) * high_bit.to(call.device)
-        self._plus_minus = torch.tensor([1, -1], dtype=self._kind, device=call.device)
-        self._run = 1
-        self._drawn: list[_Drawn] = []
+        self._high_bits = (~self._kept).to(high_bit.dtype) * high_bit.to(device)
+        self._last = torch.zeros((*shape[:2], 1, shape[3]), dtype=high_bit.dtype, device=device)
+        if values_only:
+            self._last = torch.zeros((1, 1, 1, shape[3]), dtype=torch.int64, device=device)
+        self._turned = 1 if shape[1] > 1 else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def _kind(self) -> torch.dtype:
@@ -154,83 +150,111 @@ class BlockInputs:
         All calls together need as many operations as one, because each takes a GPU's host as long
         as a short attention call.
         """
-        query, (batch, heads, length, width) = self._pristine[0], self._value.shape
         draw = random.Random(seed)
-        turns = _integers(draw, calls, 2**31 - 1).tolist()
-        bounds = max(length // RUNS[1], 1), max(length // RUNS[0], 1)
-        self._run = draw.randint(*bounds)
-        first = _integers(draw, calls, self._run).tolist()
-        parts = next((n for n in range(ROW_PARTS, width) if width % n == 0), max(width, 1))
-        # Heads read windows of one table, shifted by an entry from head to head.
-        runs = length // self._run + 2
-        signs, factors = sum(query.shape[:2]) + query.shape[3], batch + heads + runs * parts
-        table = draw.randbytes(calls * signs).translate(_SIGNS)
-        table += draw.randbytes(calls * factors).translate(_FACTORS)
+        turns = _integers(draw, calls, 2**31 - 1)
+        self._turns = turns.tolist()
+        run = draw.randint(*self._run_bounds)
+        first = _integers(draw, calls, run)[:, None]
+        signs = draw.randbytes(calls * self._signs).translate(_SIGNS)
+        factors = draw.randbytes(calls * self._factors).translate(_FACTORS)
         with one_thread():
-            sixteenths = torch.frombuffer(bytearray(table), dtype=torch.int8)
-            entries = _on(self._value.device, sixteenths.to(self._kind).div_(16))
-            of_query = entries.as_strided(
-                (calls, *query.shape[:2], 1, query.shape[3]), (signs, 1, 1, 0, 1)
-            ).masked_fill(self._kept, 1)
-            of_runs = entries.as_strided(
-                (calls, batch, heads, runs, parts), (factors, 1, 1, parts, 1), calls * signs
-            )
-            rows = _on(self._value.device, _drawn_rows(draw, calls, self._length))
-            last = torch.cat([rows[:1], rows[:-1]])
-            targets = torch.cat([last, rows], 1)
-            sources = torch.cat([last, rows + self._length], 1)
+            sixteenths = torch.cat([_table(signs, calls), _table(factors, calls)], 1)
+            rows = _drawn_rows(draw, calls, self._length)
+            before = torch.cat([rows[:1], rows[:-1]])
+            sources = torch.cat([before, rows + self._length], 1)
             sources[0, : rows.shape[1]] += self._length
-            opposite = torch.where(self._kept, of_query, -of_query)
-        all_drawn = zip(of_query, opposite, of_runs, first, turns, targets, sources, strict=True)
-        self._drawn = [_Drawn(*each) for each in all_drawn]
+            turned = self._last.shape[self._turned]
+            heads = (torch.arange(turned) - turns[:, None]) % turned
+            places = [
+                heads,
+                first,
+                torch.full_like(first, run),
+                torch.cat([before, rows], 1),
+                sources,
+            ]
+            self._place_sizes = [part.shape[1] for part in places]
+            tables = sixteenths.to(self._kind).div_(16), torch.cat(places, 1)
+            self._hold(tables)
+
+    def _hold(self, tables: list[Tensor]) -> None:
+        """Copy tables to the device: to the memory that a graph reads, if their shapes agree."""
+        device = self._value.device
+        if [table.shape for table in tables] != [held.shape for held in self._tables]:
+            self._tables = [torch.empty_like(table, device=device) for table in tables]
+            self._graph = None
+        for held, table in zip(self._tables, tables, strict=True):
+            held.copy_(table.pin_memory() if device.type == "cuda" else table, non_blocking=True)
 
     def apply(self, number: int, last: Tensor | None) -> None:
         """Write the inputs of a call, over the recorded inputs or those of the call before.
 
+        On a GPU, the second and all later uses replay a CUDA graph, because each of some twenty
+        operations takes the host as long as a short attention call.
+
         Args:
             last: output of the call before, (B, Hq, Sq, Dv); None for the first call.
         """
-        (query, value), drawn = self._pristine, self._drawn[number]
-        with one_thread(max(query.numel(), value.numel())):
-            if last is not None:
-                drawn = self._signed(drawn, last)
-            if self._is_shared:
-                value = self._value.copy_(value)
-            if self._has_query:
-                _multiply(self._query, query, drawn.of_query)
-            if self._has_value:
-                batch, heads, runs, parts = drawn.of_runs.shape
-                of_rows = drawn.of_runs[:, :, :, None].expand(batch, heads, runs, self._run, parts)
-                of_rows = of_rows.flatten(2, 3)[:, :, drawn.first : drawn.first + value.shape[2]]
-                if len(changed := drawn.rows[len(drawn.rows) // 2 :]):
-                    of_rows.index_copy_(2, changed, of_rows.index_select(2, changed) * ENLARGED)
-                target, source = (
-                    tensor.unflatten(3, (parts, tensor.shape[3] // parts))
-                    for tensor in (self._value, value)
-                )
-                _multiply(target, source, of_rows[..., None])
-            for some in self._some if len(drawn.rows) else ():
-                some.apply(drawn)
+        with one_thread(max(self._query.numel(), self._value.numel())):
+            self._number.fill_(number)
+            if last is None:
+                self._last.zero_()
+            else:
+                bits = last.view(_INTEGERS[last.itemsize])
+                row = self._turns[number] % last.shape[2]
+                self._last.copy_(bits[:, :, row, None] if self._has_query else _sums(bits))
+            if self._graph is not None:
+                self._graph.replay()
+                return
+            self._write()
+            if self._value.device.type == "cuda":
+                self._graph = self._recorded()
 
-    def _signed(self, drawn: _Drawn, last: Tensor) -> _Drawn:
-        """Return a call's changes, with signs of factors that follow from the output before.
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(self._value.device)):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._write()
+            finally:
+                graph.capture_end()
+        return graph
 
-        A kernel may choose an output's last bits, so the signs of a head's queries are higher bits
-        of another head's output, and no head's calls can be computed together. One row suffices:
-        it takes as long to read the keys as all rows, or the call is not limited by that.
+    def _write(self) -> None:
+        """Write the inputs of the call whose number is in `_number`, with operations of the device.
+
+        The signs follow from the output before. A kernel may choose an output's last bits, so the
+        signs of a head's queries are higher bits of another head's output, and no head's calls can
+        be computed together. One row suffices: it takes as long to read the keys as all rows, or
+        the call is not limited by that.
         """
-        bits = last.view(_INTEGERS[last.itemsize])
-        if not self._has_query:
-            odd = bits.sum((0, 1, 2), dtype=torch.int64).bitwise_and_(1)
-            signs = self._plus_minus.index_select(0, odd)
-            return drawn._replace(of_runs=drawn.of_runs * signs[: drawn.of_runs.shape[3]])
-        row = bits[:, :, drawn.turn % last.shape[2], None]
-        row = row.roll(drawn.turn, 1 if row.shape[1] > 1 else 0)
-        batch, heads, _, width = drawn.of_query.shape
-        if width > row.shape[3]:
-            row = row.repeat(1, 1, 1, -(-width // row.shape[3]))
-        flipped = row[:batch, :heads, :, :width] & self._high_bits != 0
-        return drawn._replace(of_query=torch.where(flipped, drawn.opposite, drawn.of_query))
+        query, value = self._pristine
+        factors, places = (table.index_select(0, self._number)[0] for table in self._tables)
+        heads, first, run, rows, sources = places.split(self._place_sizes)
+        if self._is_shared:
+            self._value.copy_(value)
+        if self._has_query:
+            batch, q_heads, _, width = query.shape
+            signs = factors.as_strided((batch, q_heads, 1, width), (1, 1, 0, 1))
+            signs = signs.masked_fill(self._kept, 1)
+            last = self._last.index_select(self._turned, heads)
+            if width > last.shape[3]:
+                last = last.repeat(1, 1, 1, -(-width // last.shape[3]))
+            flipped = last[:batch, :q_heads, :, :width] & self._high_bits != 0
+            _multiply(self._query, query, torch.where(flipped, -signs, signs))
+        if self._has_value:
+            batch, heads_kv, _, width = value.shape
+            size, stride = (batch, heads_kv, self._runs, self._parts), (1, 1, self._parts, 1)
+            of_runs = factors.as_strided(size, stride, self._signs)
+            if not self._has_query:
+                of_runs = of_runs * (1 - 2 * (self._last[..., : self._parts] & 1)).to(of_runs.dtype)
+            of_rows = of_runs.index_select(2, (self._all_rows + first) // run)
+            if len(changed := rows[len(rows) // 2 :]):
+                of_rows.index_copy_(2, changed, of_rows.index_select(2, changed) * ENLARGED)
+            parts = (self._parts, width // self._parts)
+            target, source = (tensor.unflatten(3, parts) for tensor in (self._value, value))
+            _multiply(target, source, of_rows[..., None])
+        for some in self._some if len(rows) else ():
+            some.apply(rows, sources)
 
     def restore(self) -> None:
         """Write the recorded inputs."""
@@ -260,11 +284,12 @@ def _integers(draw: random.Random, count: int, below: int) -> Tensor:
     return torch.frombuffer(bytearray(draw.randbytes(4 * count)), dtype=torch.int32).abs() % below
 
 
-def _on(device: torch.device, table: Tensor) -> Tensor:
-    """Return a CPU tensor on a device, without waiting for a GPU."""
-    if device.type == "cuda":
-        return table.pin_memory().to(device, non_blocking=True)
-    return table.to(device)
+def _table(sixteenths: bytes, calls: int) -> Tensor:
+    return torch.frombuffer(bytearray(sixteenths), dtype=torch.int8).view(calls, -1)
+
+
+def _sums(bits: Tensor) -> Tensor:
+    return bits.sum((0, 1, 2), dtype=torch.int64, keepdim=True)
 
 
 def draw_rows(call: AttentionCall, calls: int, drawn: int) -> dict[int, list[OutputRows]]:

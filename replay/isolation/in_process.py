@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from replay.isolation import processes
-from replay.isolation.block import INTERRUPTED, BlockVerdict, call_ms, null_seconds, output_shape
+from replay.isolation.block import INTERRUPTED, BlockVerdict, call_ms, null_seconds
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
+from replay.isolation.output_form import output_shape
 from replay.rows.errors_of_output import AccuracyClass
 
 

@@ -15,8 +15,7 @@ def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -
     A subclass of `Tensor` is refused, because it may compute its values when it is read, after the
     timed interval.
     """
-    shape = call.shape
-    expected = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
+    expected = output_shape(call)
     if not isinstance(output, Tensor):
         return f"returned {type(output).__name__}, not a tensor"
     if type(output) is not Tensor or output.layout != torch.strided:
@@ -33,3 +32,9 @@ def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -
     if output.dtype != call.dtype and not any_dtype:
         return f"returned {dtype_name(output.dtype)} where {dtype_name(call.dtype)} is right"
     return ""
+
+
+def output_shape(call: AttentionCall) -> tuple[int, int, int, int]:
+    """Return the shape (B, Hq, Sq, Dv) of a call's output."""
+    shape = call.shape
+    return shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings
-from replay.isolation.block import null_seconds, output_shape
+from replay.isolation.block import null_seconds
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
+from replay.isolation.output_form import output_shape
 from replay.isolation.probe import gpu_probe_ms
 from replay.kernels.failures import CannotJudge
 from replay.timing.machine import usual_device

@@ -12,8 +12,9 @@ from capture.call.attention_call import AttentionCall
 from capture.storage.header import dtype_name
 from replay.bench.runner import JudgeFactory
 from replay.bench.settings import Settings
-from replay.isolation.block import BlockVerdict, output_shape
+from replay.isolation.block import BlockVerdict
 from replay.isolation.judge import Judged
+from replay.isolation.output_form import output_shape
 from replay.kernels.failures import CannotJudge
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row_files import rebuilt
