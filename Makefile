@@ -11,26 +11,41 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
+# Compiling every installed module takes longer than the tests of one folder. Python compiles those
+# that are imported, and stores them in spite of an environment that forbids it.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint docs compatibility dist clean
+.PHONY: demo test test-all quick-tests all-tests lint style types docs compatibility dist clean
 demo: $(READY)
 	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
 	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
 	$(BIN)/capture --model llama --size tiny --max 5 --overwrite
 	$(BIN)/replay --dir captured_inputs --metric all --report report.html
 
-test: lint
+# mypy has one thread, and the tests do not use all processors all the time.
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types quick-tests
+
+test-all: style
+	$(MAKE) --no-print-directory --jobs 2 types all-tests
+
+quick-tests: $(READY)
 	$(BIN)/pytest -n auto --maxprocesses 8 -m 'not slow'
 
-test-all: lint
+all-tests: $(READY)
 	$(BIN)/pytest -n auto --maxprocesses 8
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python -m benchmarks.tables --check
+
+types: $(READY)
+	$(BIN)/mypy
 
 docs: $(READY)
 	$(BIN)/python -m benchmarks.picture

@@ -296,7 +296,7 @@ def wrong_in_a_block(kernel: Kernel, call: AttentionCall, chosen: Tensor | None)
     output = kernel.attention(**call.arguments())
     if of_call.judge(name, accuracy_class, output, chosen).finding.status != "ok":
         return ""
-    inputs = BlockInputs(call, values_only=chosen is not None)
+    inputs, all_chosen = BlockInputs(call), []
     outputs: list[Tensor] = []
     inputs.draw(0, CALLS_OF_A_BLOCK)
     for number in range(CALLS_OF_A_BLOCK):
@@ -304,8 +304,10 @@ def wrong_in_a_block(kernel: Kernel, call: AttentionCall, chosen: Tensor | None)
         output = kernel.attention(**call.arguments())
         outputs.append(torch.empty(output_shape(call), dtype=call.dtype, device=call.device))
         outputs[-1].copy_(output)
+        if kernel.chosen is not None:
+            all_chosen.append((number, kernel.chosen(call)))
     inputs.restore()
-    return of_call.judge_block(name, accuracy_class, 0, outputs, 0, chosen)
+    return of_call.judge_block(name, accuracy_class, 0, outputs, 0, all_chosen or None)
 
 
 def thresholds_for(expected: Expected) -> Thresholds:

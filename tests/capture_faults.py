@@ -254,12 +254,13 @@ def load_or_none(directory: Path) -> list[Any]:
 
 
 def try_fault(
-    fault: Fault, way: str, scratch: Path, *, overwrite: bool, every: bool = True
+    fault: Fault, way: str, scratch: Path, *, overwrite: bool, every: bool, both: bool
 ) -> Counter[str]:
     """Make a function fail at each occurrence in turn, and count the outcomes.
 
     Args:
-        every: try all of the fault's errors, both once and lasting; otherwise try only one of them.
+        every: try all of the fault's errors; otherwise try only one at each occurrence.
+        both: try each error both once and lasting; otherwise only in one of these ways.
     """
     outcomes: Counter[str] = Counter()
     earlier = None
@@ -287,7 +288,7 @@ def try_fault(
     for occurrence in range(counting.calls):
         errors = fault.errors if every else [fault.errors[occurrence % len(fault.errors)]]
         for error in errors:
-            for lasting in (False, True) if every else (occurrence % 2 == 1,):
+            for lasting in (False, True) if both else (occurrence % 2 == 1,):
                 outcomes[once(Injected(fault, occurrence, error, lasting))] += 1
     return outcomes
 
@@ -359,9 +360,8 @@ def main() -> None:
             outcomes: Counter[str] = Counter()
             for way in WAYS:
                 for overwrite in (False, True):
-                    outcomes += try_fault(
-                        fault, way, Path(scratch), overwrite=overwrite, every=arguments.every
-                    )
+                    how = {"every": arguments.every, "both": arguments.every}
+                    outcomes += try_fault(fault, way, Path(scratch), overwrite=overwrite, **how)
             lines.append(line(title(fault), outcomes))
         for overwrite in (False, True):
             outcomes = Counter()

@@ -12,7 +12,8 @@ read when they are loaded: the tensors are so small that threads would spend the
 one another. Garbage collection is off during imports, and later ignores the imported objects.
 
 Hypothesis tries the same examples in every run, without a deadline, unless `--hypothesis-profile
-default` requests others. Each test starts with the same random seed.
+default` requests others. Each test starts with the same random seed. Files with slow tests run
+first, so that no processor waits for the last file.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 importlib.import_module(module.name)
             importlib.import_module("tests.interpreter").hasten()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

@@ -47,19 +47,19 @@ def listing(pattern: str | None, place: RunPlace) -> tuple[list[Kernel], Finding
         KernelNameError: a name or glob matches no kernel.
         WorkerError: an environment does not work.
     """
-    from replay.workers.process import Placement, first_processes
+    from replay.workers.process import first_processes
 
     check_name(place.device)
-    pythons, here = place.interpreters(), Placement()
+    pythons = place.interpreters()
     with contextlib.ExitStack() as stack:
         first = None
         if not place.in_process:
-            first = stack.enter_context(first_processes(place.timeout, here))
+            first = stack.enter_context(first_processes(place.timeout))
             first.prepare(place.device)  # the worker prepares while this process imports PyTorch
         device = device_of(place.device)
         listed = kernels(pattern)
 
         from replay.workers.execution import execution
 
-        where = stack.enter_context(execution(first, pythons, place.timeout, here))
+        where = stack.enter_context(execution(first, pythons, place.timeout))
         return listed, where.probe(listed, device)

@@ -21,6 +21,7 @@ from replay.api.messages import say
 from replay.api.outcome import Outcome, left_out, of_complete_calls
 from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit, in_words
+from replay.kernels.registered_functions import sources
 
 if TYPE_CHECKING:
     import torch
@@ -147,12 +148,10 @@ class Session:
         """Run kernels on one device, and warn if another replay is measuring on it."""
         from replay.distribution.device_slots import held_if_free
         from replay.workers.execution import execution
-        from replay.workers.process import Placement
 
-        place = Placement(stopped=self.limit.stopped)
         with (
             held_if_free(self.device) as trouble,
-            execution(first, self.pythons, self.request.place.timeout, place) as where,
+            execution(first, self.pythons, self.request.place.timeout) as where,
         ):
             if trouble:
                 say(f"{trouble}; times include the load of both")
@@ -279,8 +278,8 @@ def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[First
     """Start the worker processes early, so that they import PyTorch during the preparation."""
     from replay.workers.process import Placement, first_processes
 
-    place = request.place
-    with first_processes(place.timeout, Placement(stopped=limit.stopped)) as first:
+    place, here = request.place, Placement(stopped=limit.stopped)
+    with first_processes(place.timeout, here, sources(request.kernels)) as first:
         prepared(first, place, request.kernels)
         yield first
 

@@ -1,4 +1,4 @@
-"""The comparison of a row's claimed time with the blocks of calls that another process clocked."""
+"""The comparison of a row's samples with the blocks of calls that another process clocked."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from dataclasses import dataclass, field, replace
 
 from replay.isolation.block import BlockVerdict
 from replay.rows.row import INTERRUPTED_BLOCKS, UNCONFIRMED, Row
-from replay.timing.statistics import summarize
+from replay.timing.statistics import TOO_FAST, summarize
 
-TOO_FAST = 1.3
-"""Largest ratio of a call's time in a block to its claimed time."""
 BETWEEN_MS = 0.05
-"""Time by which a call in a block may be longer, because work between the calls has emptied
-processor caches. A row that needs this allowance is compared by its blocks."""
+"""Time by which a call in a block may be longer, because the work between calls empties processor
+caches. A row that needs this allowance is compared by its blocks."""
 MOST_BLOCKS = 8
 """Maximum number of blocks. Other processes can only make a block longer, so the shortest block
 counts."""
+MOST_INTERRUPTED = 100
+"""Sum of the call times of interrupted blocks, as a multiple of the row's time, above which blocks
+end. A block should take about 20 ms, so these blocks took about two seconds."""
 LEAST_QUIET = 3
-"""Minimum number of blocks without interruptions that contradict a row."""
+"""Number of blocks without interruptions that are needed to contradict a row."""
 
-LIMITED, BUSY = "limited by launches", "limited by other work"
-"""Beginnings of the flag of a user's kernel that is compared by its blocks, on a GPU and a CPU."""
+LIMITED, BETWEEN_CALLS = "limited by launches", "limited by work between calls"
+"""Start of the flag of a user's kernel that is compared by its blocks, on a GPU and on a CPU."""
 
 
 @dataclass
@@ -31,71 +32,90 @@ class Blocks:
     """Time of a call in each block."""
     quiet: int = 0
     """Number of blocks that no other process interrupted."""
+    interrupted_ms: float = 0.0
+    """Sum of the call times of all interrupted blocks."""
+    null_ms: float = 0.0
+    """Largest `BlockVerdict.null_ms` of the blocks."""
+    other_share: str = ""
+    """Sentence about a sparse kernel that chose another share of the keys in a block, or empty."""
 
     def add(self, seen: BlockVerdict) -> None:
         self.ms.append(seen.call_ms)
+        self.null_ms = max(self.null_ms, seen.null_ms)
         self.quiet += not seen.is_interrupted
+        self.interrupted_ms += seen.is_interrupted * seen.call_ms
 
     def settle(self, claimed_ms: float) -> bool:
         """Return whether no further block is needed."""
-        return len(self.ms) == MOST_BLOCKS or min(self.ms) <= TOO_FAST * claimed_ms
+        return (
+            len(self.ms) == MOST_BLOCKS
+            or min(self.ms) <= TOO_FAST * claimed_ms
+            or self.interrupted_ms > MOST_INTERRUPTED * claimed_ms
+        )
 
 
 def with_blocks(row: Row, blocks: Blocks, overhead_ms: float = 0.0) -> Row:
     """Return a row with the time of its blocks, or with the status `error` if they contradict it.
 
-    The row's time excludes launches on a GPU, but a block cannot: a short call is limited by
-    launches there, and only the blocks can be compared.
+    On a GPU, blocks include launches and the row's time does not. If launches take longer than a
+    kernel, only its blocks can be compared.
 
     Args:
-        overhead_ms: time by which known kernels take longer in a block of this call.
+        overhead_ms: time by which calls of known kernels take longer in blocks than in samples.
     """
     if not blocks.ms:
         return row
     row = replace(row, block_ms=summarize(blocks.ms))
-    # Known kernels do not falsify their samples, and noise must not accuse them.
+    # Known kernels do not falsify their samples, so noise must not make them errors.
     if not row.process or row.status != "ok" or row.time_ms is None:
         return row
-    shortest, claimed, host = min(blocks.ms), row.time_ms.p50, row.host_ms or 0.0
+    if blocks.other_share:
+        return unconfirmed(row, blocks.other_share)
+    times, host = row.time_ms, row.host_ms or 0.0
+    shortest, claimed = min(blocks.ms), times.p50
+    # A kernel may write inputs faster than the block without a kernel, whose time is subtracted.
+    share = (shortest + blocks.null_ms) / max(shortest, claimed) - 1
+    share = share if share > TOO_FAST - 1 else 0.0
     if shortest <= TOO_FAST * claimed:
-        # No single sample may claim what the median may not: speed-ups are medians of ratios.
-        samples = [max(each, shortest / TOO_FAST) for each in row.time_ms.samples]
-        return replace(row, time_ms=summarize(samples, row.time_ms.interrupted))
+        # The limit holds for every sample, because speed-ups are medians of the samples' ratios.
+        samples = [max(each, shortest / TOO_FAST) for each in times.samples]
+        return replace(row, time_ms=summarize(samples, times.interrupted, share))
+    row = replace(row, time_ms=replace(times, unconfirmed=share))
     if shortest - overhead_ms <= TOO_FAST * max(claimed, host) + BETWEEN_MS:
         flag = (
-            f"{LIMITED if host else BUSY}: {shortest:.3g} ms a call in a block; its time is the "
-            "baseline's, multiplied by the ratio of their blocks"
+            f"{LIMITED if host else BETWEEN_CALLS}: its time and speed-up come from blocks "
+            f"({shortest:.3g} ms a call), compared with the baseline's blocks"
         )
     elif blocks.quiet < LEAST_QUIET:
         flag = INTERRUPTED_BLOCKS
     else:
         reason = (
-            f"its samples say {max(claimed, host):.3g} ms a call; on inputs that another process "
-            f"drew, a call took {shortest:.3g} ms by that process's clock"
+            f"its samples say {max(claimed, host):.3g} ms a call; in blocks with new inputs, which "
+            f"another process timed, a call took {shortest:.3g} ms or more"
         )
         return replace(row, status="error", reason=reason)
     return replace(row, flags=(*row.flags, flag))
 
 
 def is_limited(row: Row) -> bool:
-    """Return whether the row is compared by its blocks, which are longer than its samples."""
-    return any(flag.startswith((LIMITED, BUSY)) for flag in row.flags)
+    """Return whether the row is compared by its blocks instead of its samples."""
+    return any(flag.startswith((LIMITED, BETWEEN_CALLS)) for flag in row.flags)
 
 
 def unconfirmed(row: Row, why: str) -> Row:
-    """Return a row that may not be compared with others."""
+    """Return the row with a flag, so that its time is not compared with others."""
     return replace(row, flags=(*row.flags, f"{UNCONFIRMED}: {why}"))
 
 
 def overhead_ms(row: Row) -> float:
-    """Return the time by which a kernel takes longer in a block than in its samples."""
+    """Return the time by which a kernel's call takes longer in blocks than in samples."""
     if row.block_ms is None or row.time_ms is None:
         return 0.0
     return max(row.block_ms.p50 - max(row.time_ms.p50, row.host_ms or 0.0), 0.0)
 
 
 def rejected(row: Row, reason: str) -> Row:
-    """Return a row that says only why the row that a worker sent is not believed."""
+    """Return an error row instead of a worker's row, with the reason for its rejection."""
     return Row(
         row.kernel,
         row.call,

@@ -76,10 +76,10 @@ class Checker:
         """Run a kernel for the first time and judge its output.
 
         Args:
-            alive: called before each run, to show progress during slow kernels.
+            alive: called before each run of the kernel, to show progress.
 
         Raises:
-            ContextLost: the kernel made the GPU, or this process, unusable.
+            ContextLost: the kernel made the GPU or this process unusable.
         """
         call, restated_as, refused = self._forms.form(
             kernel, self._settings.device, for_model=self._settings.for_model
@@ -118,12 +118,12 @@ class Checker:
     ) -> list[ConfirmedKernel]:
         """Confirm kernels' times and outputs in blocks of calls, and judge each core once.
 
-        Timed calls may differ from the first call: from the third call on, a kernel may replay a
-        CUDA graph that lacks a launch.
+        A timed call may be wrong although the first call was right. For example, a kernel may
+        replay a CUDA graph from its third call on, and the graph may lack a launch.
 
         Args:
-            baseline: kernel that gets a block in every round, so that blocks are paired.
-            report: called with a kernel's name before its blocks.
+            baseline: kernel that runs a block in every round, so that other blocks can be paired.
+            report: called with a kernel's name before each of its blocks.
         """
         findings = {timed.checked.kernel.name: _after_samples(timed) for timed in all_timed}
         blocks = {name: Blocks() for name in findings}
@@ -173,21 +173,35 @@ class Checker:
         output_bytes = math.prod(output_shape(call)) * call.dtype.itemsize
         calls = calls_of_block(max(timed.p50, timed.samples.host_ms or 0.0), output_bytes)
         self._inputs.restore(call)
-        inputs = BlockInputs(call, self._call, values_only=checked.chosen is not None)
+        inputs = BlockInputs(call, self._call)
 
         def apply(number: int, last: Tensor | None) -> None:
             self._inputs.rewrite(call, checked.changed_inputs)
             inputs.apply(number, last)
 
+        def choose(number: int) -> Tensor:
+            """Repeat a call, and return the keys that the kernel chose."""
+            assert kernel.chosen is not None
+            last = outputs[number - 1] if number else None
+            inputs.restore()
+            apply(number, last)
+            checked.run()  # a kernel may keep its choice for `chosen`
+            apply(number, last)  # the kernel may have changed its inputs
+            keys = kernel.chosen(call)
+            inputs.restore()
+            return keys
+
         try:
-            inputs.draw(0, calls)  # loads what the first use of an operation loads
+            inputs.draw(0, calls)  # warm-up, because the first use of an operation loads code
             apply(1, torch.zeros(output_shape(call), dtype=call.dtype, device=call.device))
             inputs.restore()
             checked.run()
-            seed, outputs = self._judge.begin_block(kernel.name, calls, checked.chosen)
+            seed, outputs = self._judge.begin_block(kernel.name, calls)
             inputs.draw(seed, calls)
             wrong = run_block(checked.run, call, apply, outputs)
-            seen = self._judge.end_block(kernel.accuracy_class, wrong, inputs.restore)
+            seen = self._judge.end_block(
+                kernel.accuracy_class, wrong, inputs.restore, choose if kernel.chosen else None
+            )
         except BaseException as error:
             return self._failure(error)
         finally:
@@ -241,9 +255,9 @@ class Checker:
     def _called_again(
         self, checked: CheckedKernel, output: Tensor, alive: Callable[[], None]
     ) -> CheckedKernel:
-        """Call the kernel twice more, to find outputs that differ, share memory or have gaps.
+        """Call the kernel twice more, to find outputs that differ, share memory or are incomplete.
 
-        The calls also measure the memory that a call needs.
+        These calls also measure the memory that a call needs.
         """
         others, earlier = [], None
         for poison in (0.0, POISON):
@@ -255,8 +269,8 @@ class Checker:
                 return replace(checked, finding=Finding("error", reason))
             checked = replace(checked, peak_bytes=peak_bytes)
             others.append(again.clone())
-            # Compare addresses and not tensors: a CUDA graph that has been replayed refuses access
-            # to its earlier output.
+            # Compare addresses, because a CUDA graph that has been replayed refuses access to its
+            # earlier output.
             memory = again.untyped_storage().data_ptr()
             if earlier is not None and earlier[1] == memory:
                 flag = "returns the same memory again: a later call overwrites an earlier output"
@@ -288,7 +302,7 @@ class Checker:
         starved = finding.status == "out-of-memory" and self._options.in_worker
         if starved and not self._is_enough_left():
             raise ContextLost(
-                f"{finding.reason}; it keeps the memory it took", finding.status
+                f"{finding.reason}; it did not free its memory", finding.status
             ) from error
         return finding
 
@@ -304,8 +318,8 @@ class Checker:
     def _core_fault(self, timed: TimedKernel, finding: Finding) -> str:
         """Return why the time of a kernel's core must be discarded; empty if it is valid.
 
-        The core of a wrong kernel is not judged. A core's output may have another dtype, because
-        the drop-in call may convert it.
+        The core of a wrong kernel is not judged. The core's output may have another dtype, which
+        the drop-in call converts.
         """
         if timed.core is None or timed.core_samples is None:
             return timed.core_fault
@@ -357,9 +371,9 @@ def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
 
 
 def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[object]:
-    """Hide stderr, because compilers report there which variants they try.
+    """Hide stderr, because compilers report every variant that they try.
 
-    A worker's stderr stays visible, because the parent shows its last lines if the worker dies.
+    A worker keeps its stderr, because the parent shows the last lines if the worker ends.
     """
     if options.in_worker:
         return contextlib.nullcontext()

@@ -49,7 +49,7 @@ DONE = "done"
 STAGES = (LOADING, REFERENCE, TIMING, DONE)
 """Stages that are reported as progress while no kernel runs; a running kernel is named instead."""
 
-IN_PROCESS = f"{UNCONFIRMED}: a kernel of yours ran in the process that timed and judged it"
+IN_PROCESS = f"{UNCONFIRMED}: without a worker, your kernel could change its time and verdict"
 """Flag of a user's kernel that ran without a worker process."""
 
 JudgeFactory = Callable[[AttentionCall, Settings, "Tensor | None"], OutputJudge]

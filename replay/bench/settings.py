@@ -123,8 +123,9 @@ class WorkerOptions:
     """Wait for each sample before the next begins, so that a crash can be traced to a kernel."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
-    shared_file: str = ""
-    """File that passes outputs to a judge in another process; empty to judge in this process."""
+    shared_file: int | None = None
+    """Descriptor of the file that passes outputs to a judge in another process; None to judge in
+    this process."""
 
     def has(self, kernel: Kernel) -> bool:
         """Return whether a baseline, or the kernel that errors are relative to, runs here."""

@@ -1,4 +1,4 @@
-"""The speed-ups of rows over their baseline, from samples or blocks of the same rounds."""
+"""The speed-ups of rows over their baseline, from the samples or blocks of the same rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _compared(row: Row, base: Row | None) -> Row:
     assert times is not None
     assert base_times is not None
     if row.process and not base.process:
-        # Figures that follow from the time are not taken from the process of a user's kernel.
+        # Compute these figures here, because the process of a user's kernel could falsify them.
         faster = base_times.p50 / times.p50
         row = replace(
             row,
@@ -38,17 +38,23 @@ def _compared(row: Row, base: Row | None) -> Row:
             roof_share=base.roof_share and base.roof_share * faster,
         )
     found = speedup_between((base_times, times))
+    bare = speedup_between((base_times, replace(times, unconfirmed=0.0)))
+    if found.low is not None and bare.low is not None and found.low < bare.low:
+        flag = f"speed-up confirmed only up to {found.low:.2g}×: writing block inputs takes long"
+        row = replace(row, flags=(*row.flags, flag))
     return replace(row, speedup=SpeedupOver(**vars(found), vs=base.kernel))
 
 
 def _with_time_of_blocks(row: Row, base: Row | None) -> Row:
-    """Return a row whose time is the baseline's, multiplied by the ratio of their blocks.
+    """Return a row whose time is the baseline's time, times the ratio of the kernels' blocks.
 
-    A block includes launches, and the samples of a user's kernel are only a claim.
+    Its own samples are only a claim, and its blocks include launches.
     """
     if base is None or base.block_ms is None or (base.process and is_limited(base)):
-        return unconfirmed(row, "no baseline's blocks to compare its blocks with")
+        return unconfirmed(row, "no baseline with a confirmed time to compare its blocks with")
     assert row.block_ms is not None
+    assert row.time_ms is not None
     assert base.time_ms is not None
     all_three = zip(base.time_ms.samples, row.block_ms.samples, base.block_ms.samples, strict=False)
-    return replace(row, time_ms=summarize([each * own / of for each, own, of in all_three]))
+    samples = [each * own / of for each, own, of in all_three]
+    return replace(row, time_ms=summarize(samples, unconfirmed=row.time_ms.unconfirmed))

@@ -150,7 +150,10 @@ def replayed(
 
 
 def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bool = False) -> int:
-    """Print unreadable calls and, if `check`, failures to stderr; return the exit code."""
+    """Print unreadable calls to stderr, and return the exit code.
+
+    If `check`, print failures too, and the smallest slowdown that the rows could have shown.
+    """
     rows = replay.rows
     unreadable = [row for row in rows if not row.kernel]
     was_any = len(unreadable) < len(rows)
@@ -165,6 +168,8 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
     }
     if check and failed:
         say(f"failed: {', '.join(sorted(failed))}")
+    if check and (smallest := _smallest_slowdown(rows)):
+        say(smallest)
     code = 1 if unreadable or (check and failed) else 0
     code = max(code, say_unwritten(replay.unwritten))
     unclear = {
@@ -180,6 +185,14 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
         "when the machine is less busy"
     )
     return INCONCLUSIVE
+
+
+def _smallest_slowdown(rows: Sequence[Row]) -> str:
+    from replay.comparison.speed_change import smallest_in_words
+
+    found = [row.speedup for row in rows if row.speedup is not None]
+    shares = [each.high / each.ratio - 1 for each in found if each.high is not None]
+    return smallest_in_words(shares, " against the baseline")
 
 
 def console_of(arguments: argparse.Namespace) -> Console:

@@ -182,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "--save-output": _text("DIR", "save the outputs of every kernel"),
     "--check": _flag(
-        "exit with 1 if a kernel fails or is inaccurate, with 3 if a busy machine hides its speed"
+        "exit with 1 if a kernel fails or is inaccurate, with 3 if the machine is too busy to tell"
     ),
     "--debug": _flag("show tracebacks"),
 }

@@ -22,6 +22,7 @@ from replay.cli.replayed import replayed
 from replay.cli.requests import chosen, recorded_calls, request_of
 from replay.cli.shared_options import RECORDING, SHAPE, TIMING, VALUES, VerbParser
 from replay.kernels.own_files import own_files
+from replay.kernels.registered_functions import sources
 from replay.report.rerun import changes
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def watch(request: ReplayRequest, replay: Callable[[First], list[Row]]) -> NoRet
     rows: list[Row] = []
     while True:
         # The next processes import PyTorch while this process waits.
-        with first_processes(request.place.timeout) as first:
+        own = sources(request.kernels)
+        with first_processes(request.place.timeout, sources=own) as first:
             prepared(first, request.place, request.kernels)
             if not is_first:
                 print("\nwaiting for a change (Ctrl-C ends)", file=sys.stderr)

@@ -22,11 +22,11 @@ from replay.comparison.speed_change import (
     choose_basis,
     compare_speed,
     over_calls,
+    smallest_in_words,
     spread_of,
 )
 from replay.rows.row import KernelId, Row
 from replay.rows.row_files import plain
-from replay.timing.statistics import percentile
 
 FAILED = ("error", "crash", "timeout", "out-of-memory")
 REFUSED = ("unsupported", "unavailable")
@@ -146,11 +146,9 @@ def smallest_slowdown(comparison: Comparison, share: float = 0.0) -> str:
     """
     share = max(share, comparison.spread.share)
     changes = (pair.speed for pair in comparison.pairs if pair.speed is not None)
-    found = [part for each in changes if (part := each.smallest_slowdown(share)) is not None]
-    if not found:
-        return ""
-    half, every = percentile(found, 50), max(found)
-    return f"smallest slowdown that would show: {half:.1%} on half of the rows, {every:.1%} on all"
+    return smallest_in_words(
+        [part for each in changes if (part := each.smallest_slowdown(share)) is not None]
+    )
 
 
 def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:

@@ -82,6 +82,15 @@ class SpeedChange:
         return None if self.high is None else self.high / self.ratio * (1 + share) - 1
 
 
+def smallest_in_words(slowdowns: Sequence[float], against: str = "") -> str:
+    """Describe the smallest slowdowns that rows could have shown; empty without rows."""
+    if not slowdowns:
+        return ""
+    half, every = percentile(slowdowns, 50), max(slowdowns)
+    shares = f"{half:.1%} on half of the rows, {every:.1%} on all"
+    return f"smallest slowdown{against} that would show: {shares}"
+
+
 class _Figure(NamedTuple):
     figure: float
     within: MedianInterval | None

@@ -297,7 +297,7 @@ def fleet(
             place = Placement(device.variables, device.cpus, stopped)
             first = stack.enter_context(first_processes(timeout, place))
             first.prepare(None)
-            workers = Workers.around(first, interpreters, timeout, place)
+            workers = Workers.around(first, interpreters, timeout)
             stack.callback(workers.close)
             slots.append(DeviceSlot(device, workers))
         yield stack.enter_context(running_fleet(slots, stopped))

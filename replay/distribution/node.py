@@ -82,7 +82,7 @@ class Node:
         self._stack.enter_context(held([own]))
         first = self._stack.enter_context(first_processes(self._timeout, place))
         first.prepare(device)
-        self._workers = Workers.around(first, self._interpreters, self._timeout, place)
+        self._workers = Workers.around(first, self._interpreters, self._timeout)
         self._stack.callback(self._workers.close)
         self._workers.check(torch.device(device))
         index = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else ""

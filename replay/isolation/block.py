@@ -1,9 +1,9 @@
 """The block of calls that confirms a kernel's row.
 
-A kernel can falsify everything in its own process, so its samples are only claims. In a block, the
-kernel runs on inputs that a seed determines, which it cannot know before the clock starts. Every
-output goes to memory outside the kernel's reach before the clock stops, and only then are the rows
-drawn that are judged. So the block's time is an upper limit of the kernel's real time.
+A kernel can falsify everything in its own process, so its samples are only claims. A seed, drawn
+just before the clock starts, determines the inputs of a block. The clock stops when all outputs are
+copied to memory that the kernel cannot reach. Only then are the rows drawn that are judged. So the
+block's time is an upper limit of the kernel's real time.
 """
 
 from __future__ import annotations
@@ -20,38 +20,44 @@ from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.output_form import malformed, output_shape
 
 BLOCK_MS = 20.0
-"""Wanted duration of the kernel's calls in a block."""
+"""Wanted duration of all calls in a block, without the work between them."""
 LEAST_CALLS, MOST_CALLS = 2, 256
 MOST_BYTES = 2**29
-"""Maximum size of a block's outputs, if there are more than `LEAST_CALLS`."""
+"""Maximum size of all outputs of a block that has more than `LEAST_CALLS` calls."""
 LEAST_SHARE = 0.1
-"""Minimum share of a block that counts as the kernel's, because the time without it is estimated.
-"""
+"""Minimum share of a block's time that counts as the kernel's, because the rest is an estimate."""
 INTERRUPTED = 0.05
-"""Share of a block that threads of the kernel waited for a processor, above which the block counts
-as interrupted."""
+"""Maximum time that the kernel's threads wait for a processor, as a share of the block's time. A
+block with longer waits counts as interrupted."""
 
 
 class BlockVerdict(NamedTuple):
     """Observations of one block."""
 
     call_ms: float
-    """Time of a call, after the cost of the same block without a kernel is subtracted."""
+    """Time of a call, less the time of the same block without a kernel."""
     is_interrupted: bool
-    """True if other processes took the processor away during the block."""
+    """True if the kernel's threads often waited for a processor during the block."""
     wrong: str
     """Fault of the outputs, in words; empty if they are right."""
+    null_ms: float
+    """Time subtracted from a call for work that the kernel's own process did, perhaps faster."""
 
 
 def call_ms(seconds: float, null_s: float, calls: int) -> float:
-    """Return the milliseconds of a call, without the cost of a block without a kernel."""
+    """Return the milliseconds of a call, less the time of a block without a kernel."""
     return max(seconds - null_s, LEAST_SHARE * seconds) * 1000 / calls
 
 
 def calls_of_block(call_ms: float, output_bytes: int) -> int:
     """Return the number of calls in a block, a power of two."""
-    wanted = min(BLOCK_MS / max(call_ms, 1e-6), MOST_BYTES / max(output_bytes, 1), MOST_CALLS)
+    wanted = min(BLOCK_MS / max(call_ms, 1e-6), most_calls(output_bytes))
     return max(1 << int(wanted).bit_length() - 1 if wanted >= 1 else 1, LEAST_CALLS)
+
+
+def most_calls(output_bytes: int) -> int:
+    """Return the maximum number of calls in a block."""
+    return max(min(MOST_BYTES // max(output_bytes, 1), MOST_CALLS), LEAST_CALLS)
 
 
 def run_block(
@@ -63,11 +69,11 @@ def run_block(
     """Call a kernel once for each output, on inputs that differ from call to call.
 
     Args:
-        apply: writes the inputs of the call with this number, from the output before.
+        apply: writes the inputs of a call, given its number and the output of the call before.
         outputs: receive the outputs, (B, Hq, Sq, Dv) each.
 
     Returns:
-        What is wrong with an output's form; empty if nothing is.
+        Why an output's form is wrong; empty if all forms are right.
     """
     last = None
     for number, kept in enumerate(outputs):
@@ -83,16 +89,16 @@ def run_block(
 
 
 NULL_BLOCKS = 3
-"""Number of blocks without a kernel; the shortest counts."""
+"""Number of blocks that run without a kernel; the shortest counts."""
 GPU_WAIT_CYCLES = 20_000_000
-"""Cycles that a GPU waits, so that the host enqueues a block without a kernel in the meantime."""
+"""Clock cycles that a GPU waits, so that the host can enqueue a block without a kernel."""
 
 
 def null_seconds(call: AttentionCall, inputs: BlockInputs, outputs: Sequence[Tensor]) -> float:
     """Return the time of everything that a block does, except calling a kernel.
 
-    On a GPU, what the host enqueues counts only for the time that the GPU takes, because the host
-    enqueues it while the kernel still runs.
+    On a GPU, enqueued work counts with its time on the GPU, and the host's time does not count,
+    because in a real block the host enqueues this work while the kernel still runs.
     """
     output = torch.zeros(output_shape(call), dtype=call.dtype, device=call.device)
 

@@ -25,7 +25,7 @@ class Inputs:
     """Inputs of a call as they were before any kernel ran.
 
     Args:
-        forms: the forms of the call; tensors of the same name are shared.
+        forms: equal forms of the call, which share tensors of the same name.
     """
 
     def __init__(self, *forms: AttentionCall) -> None:
@@ -50,7 +50,7 @@ class Inputs:
         del blocks
 
     def rewrite(self, call: AttentionCall, names: Collection[str]) -> None:
-        """Write these inputs as they were, without looking for changes."""
+        """Restore the named inputs, without looking for changes."""
         tensors = call.tensors()
         for name in names:
             narrow_expanded(tensors[name]).copy_(self._pristine[name])

@@ -1,9 +1,9 @@
-"""The judge of kernels' outputs on one call, which runs no kernel and may be in another process."""
+"""The judge of outputs on one call. It runs no kernel, and may be in another process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.errors import compare, summary
+from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.accuracy.verdict import Expected, judge
@@ -24,6 +25,10 @@ from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summar
 SLACK = 2.0
 """Factor that widens the tolerance of a block's rows, whose inputs differ from the recorded inputs.
 These rows only have to reveal results that are stale, skipped or of lower precision."""
+SHARE_SLACK = 1.1
+"""Largest factor by which a sparse kernel's share of chosen keys may grow or shrink from its first
+call to a block, because fewer keys take less time. The share that it leaves out may not grow more
+either, because a free choice makes it easy to find keys that fit an old output."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Judged:
     kept: float | None = None
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
+
+
+Choose = Callable[[int], Tensor]
 
 
 class OutputJudge(Protocol):
@@ -55,14 +63,12 @@ class OutputJudge(Protocol):
 
         Args:
             chosen: the keys that a sparse kernel chose; the output is judged on these keys.
-            of_core: whether the kernel's core returned the output; a wrong output of the core
-                costs the kernel only its core time.
+            of_core: whether the kernel's core returned the output. If it is wrong, only the core
+                time is discarded.
             with_accuracy: return the errors of right outputs too, not only of wrong outputs.
         """
 
-    def begin_block(
-        self, kernel: str, calls: int, chosen: Tensor | None
-    ) -> tuple[int, list[Tensor]]:
+    def begin_block(self, kernel: str, calls: int) -> tuple[int, list[Tensor]]:
         """Start the clock of a block of calls.
 
         Returns:
@@ -70,13 +76,18 @@ class OutputJudge(Protocol):
         """
 
     def end_block(
-        self, accuracy_class: AccuracyClass, wrong: str, restore: Callable[[], None]
+        self,
+        accuracy_class: AccuracyClass,
+        wrong: str,
+        restore: Callable[[], None],
+        choose: Choose | None,
     ) -> BlockVerdict:
-        """Stop the clock, and judge rows of outputs that are drawn only now.
+        """Stop the clock, draw rows of the outputs, and judge them.
 
         Args:
-            wrong: what is wrong with an output's form; empty if nothing is.
-            restore: writes the recorded inputs, which is not part of the block.
+            wrong: why an output's form is wrong; empty if all forms are right.
+            restore: writes the recorded inputs, after the clock has stopped.
+            choose: returns the keys that a sparse kernel chose in a call, given the call's number.
         """
 
 
@@ -85,7 +96,7 @@ class LocalJudge:
 
     Args:
         compared: output of the kernel that `errors_against` names, if any.
-        thresholds: thresholds that outputs are judged by.
+        thresholds: limits for errors.
     """
 
     def __init__(
@@ -102,8 +113,10 @@ class LocalJudge:
         self._compare_stats = compare_stats
         self.compared = compared
         self._expected = Expected.of(call)
-        self._chosen: dict[str, tuple[Tensor, Expected]] = {}
-        """Keys that each sparse kernel chose first, which it may not change afterwards."""
+        self._chosen: dict[str, Expected] = {}
+        """Right output for the recorded inputs, on the keys that each sparse kernel chose first."""
+        self.other_shares: dict[str, str] = {}
+        """Sentence for each sparse kernel that chose another share of the keys in a block."""
         self._noise_floor: Errors | None = None
         if call.output is not None:
             self._noise_floor = compare(call.output, self._expected.reference)
@@ -153,35 +166,33 @@ class LocalJudge:
         seed: int,
         outputs: Sequence[Tensor],
         drawn: int,
-        chosen: Tensor | None,
+        chosen: Iterable[tuple[int, Tensor]] | None,
     ) -> str:
-        """Return what is wrong with rows of a block's outputs; empty if all rows are right.
+        """Return why rows of a block's outputs are wrong; empty if all rows are right.
 
         Args:
             seed: seed of the block's inputs (`replay.isolation.block_inputs`).
             outputs: outputs of all calls, (B, Hq, Sq, Dv) each.
             drawn: random number, drawn after the block, that determines the rows.
-            chosen: see `judge`.
+            chosen: number of each examined call, and the keys that a sparse kernel chose in it;
+                read while the recorded inputs are in place. None for other kernels.
         """
-        expected = self._expected_of(kernel, chosen)
-        call = self.call
-        if chosen is not None:
-            chosen, _ = self._chosen[kernel]
-        inputs = BlockInputs(call, values_only=chosen is not None)
-        if chosen is not None:
-            call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
+        expected = self._expected if chosen is None else self._chosen[kernel]
+        inputs = BlockInputs(self.call)
         factors = self._thresholds.of(accuracy_class)
-        examined = draw_rows(call, len(outputs), drawn)
+        examined = draw_rows(self.call, len(outputs), drawn)
         parts, found, numbers = [], [], []
         try:
             inputs.draw(seed, len(outputs))
-            for number, groups in examined.items():
-                inputs.restore()
+            for number, keys in dict.fromkeys(examined).items() if chosen is None else chosen:
                 inputs.apply(number, outputs[number - 1] if number else None)
-                changed = call.without_pages()
+                changed, groups = self.call.without_pages(), examined[number]
+                if keys is not None:
+                    changed = self._on_keys(changed, kernel, keys)
                 parts += [side_by_side(some_rows(changed, rows)) for rows in groups]
                 found += [rows.of(outputs[number]) for rows in groups]
                 numbers += [number] * len(groups)
+                inputs.restore()
         finally:
             inputs.restore()
         with one_thread():
@@ -197,12 +208,22 @@ class LocalJudge:
         if chosen is None:
             return self._expected
         if kernel not in self._chosen:
-            self._chosen[kernel] = chosen, Expected.of(self.call, chosen)
-        return self._chosen[kernel][1]
+            self._chosen[kernel] = Expected.of(self.call, chosen)
+        return self._chosen[kernel]
+
+    def _on_keys(self, call: AttentionCall, kernel: str, chosen: Tensor) -> AttentionCall:
+        """Return a block's call on the keys that a sparse kernel chose, and note their share."""
+        kept = restricted(call, chosen)
+        found, first = kept_share(call, kept), self._chosen[kernel].kept or 0.0
+        is_alike = first / SHARE_SLACK <= found <= first * SHARE_SLACK
+        if not is_alike or 1 - found > (1 - first) * SHARE_SLACK:
+            sentence = f"it chose {found:.3g} of the keys in a block, {first:.3g} in its first call"
+            self.other_shares[kernel] = sentence
+        return kept
 
 
 def _parts_at_once(part: AttentionCall) -> int:
-    """Return how many parts of a block's outputs fit into memory."""
+    """Return the number of parts of a block's outputs that are computed together."""
     return max(MOST_ELEMENTS // max(part.key.numel() + part.value.numel(), 1), 1)
 
 
@@ -241,7 +262,7 @@ def _wrong_rows(
     largest = float(error.abs().amax()) if error.numel() else 0.0
     if largest > allowed:
         return f"max abs error {largest:.2g} exceeds {allowed:.2g}"
-    # Late rows of a long causal call are small, so a stale row could stay below the maximum error.
+    # Late rows of a long causal call are small, so a stale row could stay below this limit.
     lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
     noise = limit * math.sqrt(rows.shape[-1])
     far = torch.linalg.vector_norm(error, dim=-1) > WRONG_DIRECTION * lengths
@@ -251,20 +272,12 @@ def _wrong_rows(
 
 
 MOST_ELEMENTS = 2**27
-"""Maximum number of elements of keys and values whose rows are computed together."""
+"""Maximum number of elements of keys and values that are used in one computation."""
 WRONG_DIRECTION = 0.5
-"""Largest error of a row as a share of the row's norm; rounding to 16 bits causes a hundredth."""
+"""Largest error of a row, as a share of the row's norm. Rounding to 16 bits causes 0.01."""
 RELIABLE_LENGTH = 4
-"""Minimum norm of a row that is judged by its direction, in units of the row's noise."""
+"""Smallest norm, in units of the row's noise, of a row for which `WRONG_DIRECTION` counts."""
 
 QUANTISED_SLACK = 4.0
 """Largest mean relative L2 error of a block's rows, in units of the largest allowed relative L1 of
-the whole output; an honest 8-bit kernel stays below a tenth."""
-
-
-def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    if mask is None:
-        return chosen
-    if mask.dtype == torch.bool:
-        return mask & chosen
-    return torch.where(chosen, mask, float("-inf"))
+the whole output. An honest 8-bit kernel stays below a tenth of this limit."""

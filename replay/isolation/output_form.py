@@ -12,8 +12,8 @@ from capture.storage.header import dtype_name
 def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -> str:
     """Return why an output is not a plain tensor of the right form; empty if the form is right.
 
-    A subclass of `Tensor` is refused, because it may compute its values when it is read, after the
-    timed interval.
+    A subclass of `Tensor` is refused, because it may compute its values when they are read, after
+    the clock has stopped.
     """
     expected = output_shape(call)
     if not isinstance(output, Tensor):
@@ -26,11 +26,11 @@ def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -
     if output.requires_grad:
         return "returned a tensor that requires a gradient, not a plain tensor"
     if output.shape != expected:
-        return f"returned shape {tuple(output.shape)} where {expected} is right"
+        return f"returned shape {tuple(output.shape)}, expected {expected}"
     if output.device != call.device:
-        return f"returned a tensor on {output.device} where {call.device} is right"
+        return f"returned a tensor on {output.device}, expected {call.device}"
     if output.dtype != call.dtype and not any_dtype:
-        return f"returned {dtype_name(output.dtype)} where {dtype_name(call.dtype)} is right"
+        return f"returned {dtype_name(output.dtype)}, expected {dtype_name(call.dtype)}"
     return ""
 
 

@@ -16,7 +16,7 @@ Places = tuple[Tensor, Tensor, Tensor]
 
 
 class OutputRows(NamedTuple):
-    """Positions of rows in an output (B, Hq, Sq, Dv): each list has one entry per row."""
+    """Positions of rows in an output (B, Hq, Sq, Dv). Each list has one entry per row."""
 
     batch: list[int]
     head: list[int]

@@ -1,8 +1,8 @@
-"""The probe that notices GPU work of a worker that is stopped.
+"""The probe that notices GPU work of a stopped worker.
 
-SIGSTOP stops every thread of a worker's family (`processes.supervise`), but a GPU goes on with what
-they have enqueued. Only another process can see that, so the judge, which uses the GPU anyway,
-times copies there. CPU work needs no probe: a stopped process cannot go on with any.
+SIGSTOP stops every thread of a worker's family (`processes.supervise`), but the GPU continues with
+the work that they have enqueued. The judge notices such work, because its own copies on the GPU
+become slow. CPU work needs no probe, because a stopped process uses no processor.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 SLOW = 1.2
 """Ratio to the fastest probe above which a probe is slow. Processes share a GPU in time slices, so
-work of another process at least doubles the time; clocks alone change it by several per cent."""
+work of another process at least doubles the time. Clocks alone change it by several per cent."""
 TRIES = 5
-"""Number of probes in a row that must all be slow."""
+"""Number of consecutive probes; work is suspected only if all are slow."""
 COPIES, BYTES = 16, 2**25
-"""Number of copies in a probe, which take about half a millisecond, and the size of each."""
-
-Finding = Literal["quiet", "busy machine", "disturbed"]
+"""Number of copies in a probe, and bytes of each copy. All copies take about half a millisecond."""
 
 
 class Probe:
-    """Decides whether work of the previous worker goes on.
+    """Decides whether a stopped worker still has work on the GPU.
 
     Args:
         measure: returns the milliseconds of a probe; infinity if it fails.
@@ -40,25 +37,32 @@ class Probe:
         self._is_over = False
 
     def is_slow(self) -> bool:
-        """Return whether several probes are slower than the fastest probe so far."""
+        """Return whether several probes are all slower than the fastest probe so far."""
+        return all(self._probes())
+
+    def _probes(self) -> Iterator[bool]:
         for _ in range(TRIES):
             ms = self._measure()
             self._fastest = min(self._fastest, ms)
-            if ms <= SLOW * self._fastest:
-                return False
-        return True
+            yield ms > SLOW * self._fastest
 
-    def find(self, end_worker: Callable[[], None]) -> Finding:
-        """Return who disturbs the GPU; the previous worker is ended to find that out.
+    def ended(self, suspects: Sequence[Callable[[], None]]) -> tuple[int, bool]:
+        """End suspected workers, one after another, until probes are fast again.
 
-        If the probe is slow even then, other programs use the GPU, and no worker is suspected any
-        more.
+        A worker is to blame only if all probes are fast after its end. If some are still slow when
+        all suspects have ended, other programs use the GPU, and suspicion ends for good.
+
+        Returns:
+            The number of workers that were ended, and whether the last of these is to blame.
         """
         if self._is_over or not self.is_slow():
-            return "quiet"
-        end_worker()
-        self._is_over = self.is_slow()
-        return "busy machine" if self._is_over else "disturbed"
+            return 0, False
+        for number, end in enumerate(suspects, 1):
+            end()
+            if not any(self._probes()):
+                return number, True
+        self._is_over = True
+        return len(suspects), False
 
 
 @functools.cache
@@ -67,7 +71,7 @@ def _buffers(device: torch.device) -> Tensor:
 
 
 def gpu_probe_ms(device: torch.device) -> float:
-    """Return the milliseconds in which a GPU begins and ends some copies."""
+    """Return the milliseconds that some copies on a GPU take."""
     target, source = _buffers(device)
     torch.cuda.synchronize(device)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The settings of the process that kernels share, which honest libraries change by accident."""
+"""The settings of a process that several kernels share; even honest libraries change settings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ProcessState:
         self._changed: dict[str, dict[str, None]] = {}
 
     def restore(self, kernel: str) -> None:
-        """Restore everything, and note the changes that this kernel made.
+        """Restore all settings, and note which of them this kernel changed.
 
-        Call this after every run of a kernel; otherwise the next kernel would be blamed.
+        Call this after every run of a kernel. Otherwise the next kernel would be blamed.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))

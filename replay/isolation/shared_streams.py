@@ -1,4 +1,4 @@
-"""The output streams that kernels share: a kernel that closed one would silence all others."""
+"""The output streams that kernels share. A kernel that closed one would silence all kernels."""
 
 from __future__ import annotations
 

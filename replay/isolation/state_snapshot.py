@@ -1,6 +1,6 @@
-"""The snapshot of a process's settings, to restore them and to name the changed settings.
+"""The snapshot of a process's settings, which restores and names changed settings.
 
-A kernel's library may switch PyTorch's backends or threads when it is imported or called, which
+When a kernel's library is imported or called, it may change PyTorch's backends or threads. That
 would change the measurements of every other kernel.
 """
 
@@ -71,7 +71,7 @@ def _default_device() -> Any:
 def _cores() -> dict[str, Setting]:
     """Return the setting of this thread's cores, which its new threads inherit.
 
-    If OpenMP itself binds threads to cores, any kernel's first parallel loop changes them.
+    It is left out if OpenMP binds threads to cores, because then any parallel loop changes it.
     """
     binding = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"}
     if binding & os.environ.keys() or not hasattr(os, "sched_setaffinity"):
@@ -88,7 +88,7 @@ _COMPUTING = ("CPU", "CUDA", "Autograd", "CompositeImplicit", "CompositeExplicit
 def _replaces_pytorchs(name: str) -> bool:
     """Return whether a registered kernel computes one of PyTorch's operators.
 
-    Compilers' registrations for meta tensors and transforms compute nothing.
+    Compilers also register kernels for meta tensors and transforms, which compute nothing.
     """
     namespace, *_, key = name.split("/")
     return namespace == "aten" and (not key or key.startswith(_COMPUTING))
@@ -96,7 +96,7 @@ def _replaces_pytorchs(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _replacements(registered: int) -> set[str]:
-    """Search the registered names, whose number is the argument, for replaced operators."""
+    """Return names of replaced operators. The number of registered names is the cache key."""
     return set(filter(_replaces_pytorchs, _REGISTERED))
 
 
@@ -120,7 +120,7 @@ def _backend_order() -> dict[str, Setting]:
     last = [order]
 
     def read() -> list[int] | None:
-        """Return the order; None for an order that PyTorch itself sets."""
+        """Return the order; None if PyTorch itself has set it."""
         if (now := torch._C._get_sdp_priority_order()) not in pytorchs:
             return now
         last[0] = now
@@ -182,7 +182,7 @@ SETTINGS: dict[str, Setting] = {
 """Settings that honest libraries change, keyed by the names that messages use."""
 
 REFUSALS = (RuntimeError, OSError, ValueError)
-"""Errors from contradictory settings, a removed directory, and cores that are not available."""
+"""Errors for settings that contradict others, a removed directory, or unavailable cores."""
 
 
 class SettingsSnapshot:
@@ -224,9 +224,8 @@ def _generators() -> Iterator[tuple[Any, Setting]]:
 class RandomState:
     """States of the random generators of Python, PyTorch and NumPy.
 
-    Kernels may draw random numbers, so a change is undone without a flag. Restoring takes a few
-    microseconds, or about 30 with NumPy. The state of a new generator is saved when the generator
-    is first seen.
+    Kernels may draw random numbers, so a change causes no flag. Restoring takes a few microseconds,
+    or about 30 with NumPy. The state of a new generator is saved when the generator is first seen.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replay.kernels.kernel_names import USER_MODULE
+from replay.kernels.kernel_names import USER_MODULE, parts
 
 VARIABLE = "ATTENTION_REPLAY_FUNCTIONS"
 """Environment variable with the functions that a worker's parent registered, as JSON."""
@@ -56,6 +56,22 @@ def address_of(function: Callable[..., Any]) -> str:
         return ""
     found = getattr(getattr(module, "__spec__", None), "name", USER_MODULE)
     return f"{source if found.startswith(USER_MODULE) else found}:{name}"
+
+
+def sources(patterns: str | None) -> list[str]:
+    """Return the sources of the users' kernels among these names, before PyTorch is imported.
+
+    Args:
+        patterns: comma-separated names and globs. Globs are ignored, and None means no name.
+    """
+    found = []
+    for name in parts(patterns or ""):
+        file, _, _ = name.rpartition(":")
+        if name in functions:
+            found.append(source_of(functions[name].function))
+        elif ".py:" in name and os.path.isfile(file):
+            found.append(file)
+    return list(dict.fromkeys(found))
 
 
 def variables(python: str) -> Mapping[str, str]:

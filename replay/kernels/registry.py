@@ -113,8 +113,8 @@ class Kernel:
 
     chosen: Callable[[AttentionCall], Tensor] | None = None
     """Function that returns the keys a `sparse` kernel attends to: bool, True = attended,
-    broadcasts to (B, Hq, Sq, Sk), with the same result each time. `replay.mask_of_tokens` makes
-    this mask from indices."""
+    broadcasts to (B, Hq, Sq, Sk), with the same result for the same inputs.
+    `replay.mask_of_tokens` makes this mask from indices."""
     options: Callable[..., Kernel] | None = None
     """Function that makes this kernel with other options.
 

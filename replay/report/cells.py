@@ -51,7 +51,7 @@ def speedup_text(speedup: Speedup) -> str:
     inconclusive verdict.
     """
     if speedup.low is None or speedup.high is None:
-        return "interrupted" if speedup.reason == "interrupted" else "too few rounds"
+        return "busy machine" if speedup.reason == "interrupted" else "too few rounds"
     if speedup.verdict == "same":
         return f"{speedup.ratio:.2f}× same"
     if speedup.verdict == "inconclusive":

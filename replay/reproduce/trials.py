@@ -67,8 +67,8 @@ class Trials:
     ) -> None:
         self._kernel = kernel
         self._settings = replace(settings, baseline=kernel)
-        self._judge = JudgeProcess(judge_process(timeout))
         self._worker = Process(python, timeout)
+        self._judge = JudgeProcess(judge_process(timeout, self._worker.place))
         self._path = scratch / "trial.safetensors"
 
     def __enter__(self) -> Trials:

@@ -11,7 +11,7 @@ from replay.rows.meaning import Column, Meaning, digits, few
 
 UNCONFIRMED = "unconfirmed"
 """Beginning of the flag of a row whose time may not be compared with others."""
-INTERRUPTED_BLOCKS = f"{UNCONFIRMED}: other processes interrupted the calls that confirm its time"
+INTERRUPTED_BLOCKS = f"{UNCONFIRMED}: other programs interrupted its blocks; run this again"
 
 HERE = "this"
 """Name of the Python environment of the parent process."""
@@ -119,6 +119,9 @@ class TimeSummary:
     interrupted: tuple[int, ...] = ()
     """Rounds in which other programs interrupted the sample; only in JSON. The figures above leave
     these rounds out if enough others remain."""
+    unconfirmed: float = 0.0
+    """Share of the time by which the true time may be longer, because the kernel's process may have
+    saved as much in blocks; only in JSON."""
 
     @property
     def whole(self) -> tuple[float, ...]:
@@ -495,7 +498,7 @@ class Row:
 
     @property
     def is_unconfirmed(self) -> bool:
-        """True if nothing but the kernel's own process observed its time."""
+        """True if the observations of other processes do not confirm its time."""
         return any(flag.startswith(UNCONFIRMED) for flag in self.flags)
 
     @property

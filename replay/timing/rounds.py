@@ -112,7 +112,7 @@ class Samples:
         count, total = len(self.interrupted), len(self.ms)
         if total - count >= min(MINIMUM_ROUNDS, total):
             return ""
-        return f"busy machine: {count} of {total} samples were interrupted"
+        return f"busy machine: {count} of {total} samples were interrupted, too many for a speed-up"
 
 
 def measure(

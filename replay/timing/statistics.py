@@ -3,12 +3,12 @@
 The interval of a speed-up is an exact interval of order statistics. With X ~ Binomial(n, 1/2), the
 k-th smallest and k-th largest of n independent samples enclose their median with probability
 1 - 2·P(X < k) (Conover, Practical Nonparametric Statistics, 3rd ed., 1999, section 3.2). We print
-95 % and choose the largest k for 97.5 %. With fewer than six samples there is none.
+95 %, and choose the largest k for 97.5 %. With fewer than six samples there is no interval.
 
-A disturbance of the whole machine makes a round's ratio larger or smaller with equal chance,
+A disturbance of the whole machine makes a round's ratio larger or smaller with equal probability,
 because the order of the kernels is shuffled. A disturbance of one kernel for several rounds does
 not average out. So the range of ranks is multiplied by √((1 + r) / (1 - r)), the factor for a
-first-order autoregressive process (Bartlett 1946), with r estimated from the ratios.
+first-order autoregressive process (Bartlett 1946). Its parameter r is estimated from the ratios.
 `tests/replay/timing/test_coverage.py` simulates both kinds of disturbance.
 """
 
@@ -25,14 +25,16 @@ from replay.rows.row import SpeedReason, Speedup, SpeedVerdict, TimeSummary
 from replay.timing.defaults import MINIMUM_ROUNDS
 
 ONE_IN = 80
-"""The interval may lie above the median in one case of this many, and below the median in one case
-of this many, so that it contains the median in 97.5 % of cases."""
+"""The interval lies above the median in at most one case of this many, and below it in as many.
+So it contains the median in 97.5 % of cases."""
 
+TOO_FAST = 1.3
+"""Largest accepted ratio of the time of a call in blocks to the time that the kernel claims."""
 RELEVANT = 1.03
 """Smallest ratio of times that matters for the choice of a kernel."""
 
 MAXIMUM_AUTOCORRELATION = 0.75
-"""Largest autocorrelation that is assumed; few rounds cannot tell a larger one from noise."""
+"""Largest autocorrelation that is assumed, because few rounds cannot tell more from noise."""
 
 
 class MedianInterval(NamedTuple):
@@ -62,11 +64,14 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
-def summarize(samples: Sequence[float], interrupted: Iterable[int] = ()) -> TimeSummary:
+def summarize(
+    samples: Sequence[float], interrupted: Iterable[int] = (), unconfirmed: float = 0.0
+) -> TimeSummary:
     """Summarise `samples` (milliseconds).
 
     Args:
         interrupted: rounds to leave out if at least `MINIMUM_ROUNDS` others remain.
+        unconfirmed: share of the time by which the true time may be longer.
 
     Raises:
         ValueError: there are no samples.
@@ -82,13 +87,14 @@ def summarize(samples: Sequence[float], interrupted: Iterable[int] = ()) -> Time
         n=len(used),
         samples=tuple(samples),
         interrupted=tuple(sorted(left_out)),
+        unconfirmed=unconfirmed,
     )
 
 
 def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list[float]:
     """Return baseline time / candidate time for every round that both kernels have.
 
-    If the GPU's clock drifts from round to round, both times change but their ratio does not.
+    If the GPU's clock drifts from round to round, both times change, but their ratio does not.
     """
     return [before / after for before, after in zip(baseline, candidate, strict=False)]
 
@@ -106,7 +112,8 @@ def speedup_between(*calls: tuple[TimeSummary, TimeSummary]) -> Speedup:
     """Return the speed-up over calls, from the times of the baseline and of the candidate.
 
     Rounds are left out if other programs interrupted one of their two samples. The speed-up is
-    inconclusive if too few rounds remain.
+    inconclusive if too few rounds remain. If the candidate's time may be too short (`unconfirmed`),
+    the lower end of the interval falls, but not below `TOO_FAST`.
     """
     pairs, whole = [], []
     for baseline, candidate in calls:
@@ -118,7 +125,12 @@ def speedup_between(*calls: tuple[TimeSummary, TimeSummary]) -> Speedup:
     if remaining < min(MINIMUM_ROUNDS, total):
         found = speedup_of(*(whole if remaining else pairs))
         return replace(found, low=None, high=None, verdict="inconclusive", reason="interrupted")
-    return speedup_of(*whole)
+    found = speedup_of(*whole)
+    if found.low is None or found.high is None:
+        return found
+    confirmed = found.low / max(1 + candidate.unconfirmed for _, candidate in calls)
+    low = max(confirmed, min(found.low, TOO_FAST))
+    return Speedup(found.ratio, low, found.high, *speed_verdict(low, found.high))
 
 
 def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Speedup:
@@ -127,7 +139,7 @@ def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Spe
 
 
 def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
-    """Return the verdict on a ratio's interval, and the reason. The first matching line counts:
+    """Return the verdict on a ratio's interval, and its reason, from the first line that applies:
 
         low, high                      verdict       reason
         both between 1/1.03 and 1.03   same          within-3-percent       1.01-1.02
@@ -136,7 +148,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
         low ≤ 1/1.03, high ≥ 1.03      inconclusive  noisy                  0.90-1.10
         otherwise                      inconclusive  interval-includes-1    0.98-1.05
 
-    If the interval contains the true ratio, a difference above 3 % is therefore never `same`.
+    So a difference of more than 3 % is never `same` if the interval contains the true ratio.
     """
     if low > 1 / RELEVANT and high < RELEVANT:
         return "same", "within-3-percent"
@@ -151,7 +163,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
 def median_interval(*series: Sequence[float]) -> MedianInterval | None:
     """Return the median's interval (module docstring) for positive samples of one or more series.
 
-    Ranks beyond the smallest and largest sample are extrapolated by the mean distance between the
+    Beyond the smallest and largest sample, ranks are extrapolated by the mean distance between the
     samples' logarithms. The result is None for fewer than `MINIMUM_ROUNDS` samples.
     """
     samples = [sample for samples in series for sample in samples]
@@ -194,7 +206,7 @@ def ratio_interval(
 
 
 def _rank(count: int) -> int:
-    """Return the largest k for which the k-th smallest to k-th largest samples cover 97.5 %.
+    """Return the largest k for which the k-th smallest and k-th largest samples enclose 97.5 %.
 
     The result is at least 1.
     """
@@ -210,9 +222,9 @@ def _rank(count: int) -> int:
 def _autocorrelation(series: Sequence[Sequence[float]]) -> float:
     """Estimate the correlation of consecutive rounds, from 0 to `MAXIMUM_AUTOCORRELATION`.
 
-    The estimate is the correlation r of ranks, which outliers do not affect, plus two corrections:
-    (1 + 3r) / n, by which the estimate from n rounds is too small (Kendall 1954), and 30 / n² for
-    its scatter (from simulations).
+    The estimate is the correlation r of ranks, which outliers hardly affect, plus two corrections.
+    The first, (1 + 3r) / n, is the bias of an estimate from n rounds (Kendall 1954). The second,
+    30 / n², allows for its scatter (from simulations).
     """
     product = square = 0.0
     for samples in series:

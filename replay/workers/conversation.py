@@ -23,14 +23,14 @@ from replay.workers.process import Died
 from replay.workloads.workload import Workload
 
 MAXIMUM_DEATHS = 3
-"""Number of workers that a kernel may end before it is given up."""
+"""Number of times that a kernel may end its worker, or disturb others, before it is given up."""
 DISTURBS = (
-    "work of this kernel's process went on while others were timed, also after the process had "
-    "been ended and started again"
+    "work of this kernel's process went on while others were timed, even after the process was "
+    "ended and started again"
 )
-"""Reason why the kernels of a worker are given up."""
+"""Reason why the kernels of a worker that disturbed others are given up."""
 PHASES = 2
-"""Number of times that a worker asks for turns: for samples, and then for blocks."""
+"""Number of times that a worker requests turns: once for samples, and then for blocks."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Task:
     settings: Settings
     judge: JudgeProcess
     report: Callable[[str, str], None]
-    """Receives the name of an environment and a kernel or stage there."""
+    """Receives the name of an environment, and of a kernel or stage there."""
     rounds: str
-    """Name of the rounds."""
-    null_s: dict[tuple[int, bool], float] = field(default_factory=dict)
-    """Seconds of a block without a kernel, for a number of calls, and for sparse kernels or not."""
+    """Name of the rounds, which their rows share."""
+    null_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of a block without a kernel, and of the copy of its outputs, by number of calls."""
     overheads_ms: list[float] = field(default_factory=list)
-    """Times by which known kernels take longer in a block than in their samples."""
+    """Times by which calls of known kernels take longer in blocks than in samples."""
     loaded: dict[str, Loaded] = field(default_factory=dict)
-    """Facts about the call from the workers of known kernels, by environment."""
+    """Facts about the call, as workers of known kernels report them, by environment."""
 
 
 class Conversation:
@@ -65,18 +65,17 @@ class Conversation:
         self.is_done = False
         """True if the worker needs no further turn."""
         self.phase = 0
-        """Number of times that the worker has asked for turns."""
+        """Number of times that the worker has requested turns."""
         self._sampled = 0
-        """Number of samples that each kernel has at most."""
+        """Maximum number of samples of each kernel."""
         self._rows: dict[str, Row] = {}
         self._kernels = kernels
         self._task = task
+        self._wrong: set[str] = set()
         self._evidence: CallEvidence
         self._messages: Iterator[dict[str, Any]] = iter(())
         self._loaded = Loaded(CallFacts(task.workload.name), Machine())
         self._is_timing = self._is_synchronous = False
-        self._may_share = True
-        """True until the worker has said how many rounds it wants to share."""
         self._lost = {
             name: worker.last[name]
             for name, deaths in worker.deaths.items()
@@ -84,9 +83,9 @@ class Conversation:
         }
 
     def _rowed(self) -> list[str]:
-        """Return the names of all kernels that get a row from this worker.
+        """Return the names of the kernels that get a row from this worker.
 
-        The worker of known kernels may add a baseline that this process does not know yet.
+        The worker of known kernels may add a baseline that only the call determines.
         """
         settings, worker = self._task.settings, self.worker
         special = [name for name in (settings.baseline, settings.compared_kernel) if name]
@@ -102,13 +101,13 @@ class Conversation:
 
     @property
     def is_unreadable(self) -> bool:
-        """True if the call could not be read, so that no other worker can read it."""
+        """True if the worker could not read the call, so that other workers need not try."""
         return any(not row.kernel and row.status == "error" for row in self.rows)
 
     def _fail(self, status: Status, reason: str, log: str = "") -> None:
-        """Replace the rows by the reason why there are none.
+        """Replace all rows by rows that state a failure.
 
-        The worker of a user's kernels can speak only of these kernels, and not of the whole call.
+        The worker of a user's kernels can fail only these kernels, and not the whole call.
         """
         names = self._rowed() if self.worker.name else [""]
         self._rows = {name: self._row(name, status, reason, log) for name in names}
@@ -136,7 +135,7 @@ class Conversation:
         return self._tell(number=number, after_another=after_another)
 
     def finish(self) -> bool:
-        """Let the worker go on after its turns; return False as `turn` does."""
+        """Let the worker continue after its turns; return False if it crashed and began again."""
         if not self.is_waiting:
             return True
         self.is_waiting = False
@@ -173,6 +172,7 @@ class Conversation:
             self.worker.process,
             task.null_s,
             task.overheads_ms,
+            self._wrong,
         )
         self._messages = self.worker.ask(
             do="replay",
@@ -213,12 +213,12 @@ class Conversation:
             self._sampled = self._sampled if self.phase else self.rounds
             self.phase += 1
             if self.is_waiting or self.phase > PHASES:
-                raise ValueError("rounds amid its rounds, or after them")
+                raise ValueError("a request for rounds during or after its rounds")
             self.is_waiting, self.is_done = True, False
             return True
         if "taken" in message:
             if not self.is_waiting:
-                raise ValueError("a turn that it did not get")
+                raise ValueError("the end of a turn that it did not have")
             self.is_done = message["enough"] is True
             return True
         if "call" in message:
@@ -243,10 +243,10 @@ class Conversation:
         return False
 
     def _allowed(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return a question for the judge.
+        """Return the worker's question, if the worker may ask it.
 
         Raises:
-            ValueError: the worker may not ask this, because it concerns other workers.
+            ValueError: the question concerns kernels of other workers, or is unknown.
         """
         rowed = self._rowed() if self.worker.name else [question.get("kernel")]
         if question["do"] not in QUESTIONS or question.get("kernel", rowed[0]) not in rowed:
@@ -260,7 +260,7 @@ class Conversation:
         self.rounds, self.is_waiting = 0, False
         is_enqueued = self._task.settings.device.type == "cuda" and self._is_timing
         if is_enqueued and not self._is_synchronous:
-            # Any earlier kernel may be to blame, so try again with one sample at a time.
+            # An earlier kernel may be to blame, so try again and wait after every sample.
             self._is_synchronous = True
             return True
         is_foreign = self.worker.name and death.kernel not in self._rowed()
@@ -321,10 +321,10 @@ class Conversation:
 
 
 def _summary(times: TimeSummary) -> TimeSummary:
-    """Summarise samples anew, so that a worker cannot say one median and send other samples.
+    """Summarise samples again, because a worker could send a median that contradicts its samples.
 
     Raises:
-        ValueError: there are no samples, or one is not a time.
+        ValueError: there are no samples, or a sample is not a time.
     """
     if not all(0 < sample < math.inf for sample in times.samples):
         raise ValueError("a sample is not a time")

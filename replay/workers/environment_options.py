@@ -1,6 +1,6 @@
-"""The interpreters of other Python environments, given by options or a file.
+"""The interpreters of other Python environments, from options or a file.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
         elif not name or not python:
             raise WorkerError(f"--env {option}: write NAME=PATH/TO/python, or name a .toml file")
         elif given.setdefault(name, python) != python:
-            raise WorkerError(f"--env is used for two Pythons ({name}): choose two names")
+            raise WorkerError(f"--env gives {name} to two Pythons: choose two names")
     found.update(given)
     for name, python in found.items():
         found[name] = python = os.path.expanduser(python)  # the shell does not expand `~` here

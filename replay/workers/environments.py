@@ -1,13 +1,14 @@
-"""The Python environments that kernels run in, each with one or more worker processes.
+"""The Python environments in which kernels run, each with one or more worker processes.
 
-Packages of kernels conflict, so kernels run in worker processes, which may use other interpreters.
-The parent's own environment is called `this`.
+Packages of kernels may conflict, so workers may use other interpreters than the parent. The
+parent's own environment is called `this`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.workload import Workload
 
 COMMON_LIBRARIES = ("torch", "triton")
-"""Libraries that most environments have, whose kernels run in only one environment."""
+"""Libraries that most environments have. Their kernels run in only one environment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ProbeResult:
 
 
 class Worker:
-    """A worker process, for those kernels of an environment that share it.
+    """A worker process, and the environment of the kernels that share it.
 
     Args:
         name: file, package or kernel that the worker belongs to; empty for the worker of known
@@ -46,10 +47,10 @@ class Worker:
         self.name = name
         self.process = process
         self.last: dict[str, Died] = {}
-        """Last death of the process by kernel."""
+        """Last unexpected end of the process, by kernel."""
         self.deaths: dict[str, int] = {}
         self.disturbances = 0
-        """Number of times that work of the process went on while others were timed."""
+        """Number of times that the process worked while others were timed."""
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Yield the worker's messages.
@@ -67,7 +68,7 @@ class Worker:
             raise self.unusable(error) from error
 
     def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, ProbeResult]:
-        """Find out which kernels can run; a kernel that ends the worker cannot."""
+        """Find out which kernels can run. A kernel that ends the worker cannot run."""
         found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
@@ -92,8 +93,8 @@ class Worker:
     ) -> dict[str, float]:
         """Call each kernel once; return milliseconds.
 
-        These calls compile the kernels, and nothing is judged. A kernel that ends the worker is
-        left out; the replay will report it.
+        These calls compile the kernels. Their outputs are not judged. A kernel that ends the worker
+        is left out, because the replay will report it.
         """
         waiting, found = [kernel.name for kernel in kernels], {}
         request = {"workload": workload.source.to_json(), "settings": settings.to_json()}
@@ -119,18 +120,25 @@ class Worker:
 
 
 class Environment:
-    """An interpreter and its workers: one for known kernels, one for each file of a user.
+    """An interpreter and its workers: one for known kernels, and one for each file of a user.
 
     Args:
         worker: the first worker; None to start a worker on demand.
+        users: workers of users' kernels that are already started, by file or package.
     """
 
     def __init__(
-        self, name: str, python: str, timeout: float, worker: Process | None = None
+        self,
+        name: str,
+        python: str,
+        timeout: float,
+        worker: Process | None = None,
+        users: Mapping[str, Process] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self._shared = Worker(name, "", worker or Process(python, timeout))
-        self._workers = {"": self._shared}
+        others = {file: Worker(name, file, process) for file, process in users.items()}
+        self._workers = {"": self._shared, **others}
         self._can_run: dict[str, bool] = {}
 
     def close(self) -> None:
@@ -161,7 +169,7 @@ class Environment:
         return self._can_run[kernel.name]
 
     def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, ProbeResult]:
-        """Find out which kernels can run; a kernel that ends its worker cannot."""
+        """Find out which kernels can run. A kernel that ends its worker cannot run."""
         found: dict[str, ProbeResult] = {}
         for source in dict.fromkeys(kernel.source for kernel in kernels):
             own = [kernel for kernel in kernels if kernel.source == source]
@@ -175,7 +183,7 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> dict[str, float]:
-        """Call each kernel once, in the worker that will time the kernel; return milliseconds."""
+        """Call each kernel once, in the worker that will time it; return milliseconds."""
         found: dict[str, float] = {}
         for name, own in self.divided(kernels, str(settings.device)).items():
             found |= self.worker(name).first_calls(workload, own, settings, report)
@@ -217,8 +225,8 @@ def assign(
     """Assign kernels to environments.
 
     A kernel runs in every environment that has its library. PyTorch's kernels and ours run only in
-    the first environment that can run them, because most environments could. A kernel that cannot
-    run in any environment gets a row with the reason in the first environment.
+    the first environment that can run them, because most environments can. A kernel that cannot run
+    anywhere is assigned to the first environment, where its row states the reason.
 
     Args:
         found: results of `Environment.probe`, keyed by environment.

@@ -20,7 +20,7 @@ from replay.rows.row import HERE, KernelId, Machine, Row
 from replay.timing.machine import describe
 from replay.workers.environments import Environment, ProbeResult, assign
 from replay.workers.judge_process import JudgeProcess
-from replay.workers.process import First, Placement, Process
+from replay.workers.process import First
 from replay.workers.shared_rounds import replay_in_workers
 from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload
@@ -54,7 +54,7 @@ class Execution(Protocol):
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
-        """Yield rows of every kernel on every call, as calls are finished."""
+        """Yield the rows of every kernel on every call, call by call."""
 
 
 class InProcess:
@@ -82,13 +82,13 @@ class InProcess:
             yield from replay_here(schedule, assigned[HERE], settings, noted)
         except ContextLost as error:
             raise InProcessError(
-                f"{under_way}: {error}; this process can run nothing more: without --in-process "
-                "that would cost one row"
+                f"{under_way}: {error}; this process can run no more kernels; without --in-process "
+                "only this row would be lost"
             ) from error
 
 
 class Workers:
-    """Execution in a process per environment, which limits the damage from kernels."""
+    """Execution in worker processes, which limits the damage that a kernel can do."""
 
     at_a_time = 1
 
@@ -102,14 +102,12 @@ class Workers:
         first: First,
         interpreters: dict[str, str],
         timeout: float,
-        place: Placement | None = None,
     ) -> Workers:
         """Make workers for this and other interpreters, with one judge for all workers."""
         judge = JudgeProcess(first.judge)
-        environments = {HERE: Environment(HERE, sys.executable, timeout, first.worker)}
+        environments = {HERE: Environment(HERE, sys.executable, timeout, first.worker, first.users)}
         for name, python in interpreters.items():
-            worker = Process(python, timeout, place=place)
-            environments[name] = Environment(name, python, timeout, worker)
+            environments[name] = Environment(name, python, timeout, first.worker.another(python))
         return cls(environments, judge)
 
     def close(self) -> None:
@@ -170,7 +168,7 @@ def assigned(
     device: torch.device,
     interpreters: Mapping[str, str],
 ) -> Assignment:
-    """Assign kernels to environments; no kernel is probed if there is only this interpreter."""
+    """Assign kernels to environments, without probing them if there is only this interpreter."""
     if not interpreters:
         return {HERE: list(kernels)}
     return assign(kernels, where.probe(kernels, device))
@@ -181,7 +179,6 @@ def execution(
     first: First | None,
     interpreters: dict[str, str],
     timeout: float,
-    place: Placement | None = None,
 ) -> Iterator[Execution]:
     """Yield an `Execution`, whose workers end with the `with` block.
 
@@ -193,7 +190,7 @@ def execution(
     if first is None:
         yield InProcess()
         return
-    workers = Workers.around(first, interpreters, timeout, place)
+    workers = Workers.around(first, interpreters, timeout)
     for name, python in {HERE: sys.executable, **interpreters}.items():
         logger.info("environment %s: %s", name, python)
     try:

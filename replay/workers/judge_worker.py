@@ -1,17 +1,19 @@
-"""The process that judges outputs; it runs no kernels, and kernels cannot reach it."""
+"""The handling of requests in the process that judges outputs, which runs no kernels."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.storage.json_data import typed
 from replay.bench.settings import Settings
-from replay.isolation.block import null_seconds
+from replay.isolation.block import LEAST_CALLS, most_calls, null_seconds
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
 from replay.isolation.output_form import output_shape
@@ -25,17 +27,19 @@ from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 _judges: dict[str, LocalJudge] = {}
-"""Judge of the last or next call; the key has all inputs of the judge except the compared
+"""Judge of the last or next call. The key contains all inputs of the judge except the compared
 output."""
 _block: dict[str, Tensor] = {}
 """Copies of the outputs of the last block."""
 _reserved: dict[str, Tensor] = {}
 """GPU memory to which a worker writes the outputs of a block."""
+_pools: list[torch.cuda.MemPool] = []
+"""Pool for that memory alone, because a worker can write to the whole segment that it opens."""
 
 
 @functools.cache
-def _inbox(device: torch.device) -> Inbox:
-    return Inbox(device)
+def _inbox(file: int, device: torch.device) -> Inbox:
+    return Inbox(file, device)
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
@@ -53,7 +57,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         if not settings.roofline:  # nothing else may run while the worker measures the peak
             _judge_of(request, settings)
         return
-    inbox = _inbox(settings.device)
+    inbox = _inbox(request["file"], settings.device)
     if request["do"] == "open":
         judge = _judge_of(request, settings)
         if compared := inbox.take(request["handed"]):
@@ -61,7 +65,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(opened=True)
         return
     if not _judges:
-        raise CannotJudge("the judge's process ended, and another was started amid this call")
+        raise CannotJudge("the judge's process ended during this call, and was started again")
     (judge,) = _judges.values()
     if request["do"] == "judge":
         tensors = inbox.take(request["handed"])
@@ -76,13 +80,11 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         )
         say(judged=judged)
     elif request["do"] == "reserve block":
-        dtype: torch.dtype = getattr(torch, request["dtype"])
-        _reserved["outputs"] = torch.zeros(request["shape"], dtype=dtype, device=settings.device)
+        _reserve(judge.call, typed(int, request["calls"], "calls"))
         say(memory=shared_on_gpu(_reserved["outputs"]))
     elif request["do"] == "run null block":
         outputs = list((_reserved | inbox.view(request["handed"]))["outputs"])
-        inputs = BlockInputs(judge.call, values_only=request["accuracy_class"] == "sparse")
-        say(seconds=null_seconds(judge.call, inputs, outputs))
+        say(seconds=null_seconds(judge.call, BlockInputs(judge.call), outputs))
     elif request["do"] == "take block":
         _block.clear()
         _block.update(inbox.take(request["handed"]))
@@ -90,35 +92,48 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
             _block["outputs"] = _reserved["outputs"].clone()
         found, shape = _block["outputs"], [request["calls"], *output_shape(judge.call)]
         if [*found.shape] != shape or found.dtype != judge.call.dtype:
-            raise CannotJudge(f"outputs of shape {[*found.shape]} where {shape} is right")
+            raise CannotJudge(f"outputs of shape {[*found.shape]}, expected {shape}")
         if settings.device.type == "cuda":
             torch.cuda.synchronize(settings.device)
         say(taken=True, output_bytes=found[0].nbytes)
     else:
-        accuracy_class = request["accuracy_class"]
-        chosen = _block.get("chosen") if accuracy_class == "sparse" else None
+        kernel, accuracy_class, choices = request["kernel"], request["accuracy_class"], None
+        if accuracy_class == "sparse":
+            keys = inbox.view(request["handed"])["chosen"].to(settings.device, copy=True)
+            choices = [(request["number"], keys)]
         outputs = list(_block["outputs"])
         wrong = judge.judge_block(
-            request["kernel"], accuracy_class, request["seed"], outputs, request["drawn"], chosen
+            kernel, accuracy_class, request["seed"], outputs, request["drawn"], choices
         )
-        _block.clear()
-        say(wrong=wrong)
+        say(wrong=wrong, other_share=judge.other_shares.get(kernel, ""))
     give_back(settings.device)
 
 
+def _reserve(call: AttentionCall, calls: int) -> None:
+    shape = output_shape(call)
+    if not LEAST_CALLS <= calls <= most_calls(math.prod(shape) * call.dtype.itemsize):
+        raise CannotJudge(f"invalid number of calls in a block: {calls}")
+    _reserved.clear()
+    _pools[:] = [torch.cuda.MemPool()]
+    with torch.cuda.use_mem_pool(_pools[0]):
+        outputs = torch.zeros((calls, *shape), dtype=call.dtype, device=call.device)
+    _reserved["outputs"] = outputs
+
+
 def _touch(device: str) -> None:
-    """Judge a tiny output, so that CUDA starts and loads its modules."""
+    """Judge a tiny output, so that CUDA starts and loads its modules in advance."""
     query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
     LocalJudge(AttentionCall(query, query, query)).judge("", "exact", query, None)
 
 
 def _judge_of(request: dict[str, Any], settings: Settings) -> LocalJudge:
-    """Return the judge of a call, and keep the judge for a worker that starts again."""
+    """Return the judge of a call, and keep it for later requests and restarted workers."""
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
     key = json.dumps([request["workload"], *how])
     if key not in _judges:
         _judges.clear()
+        _block.clear()
         call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
         with torch.no_grad():
             _judges[key] = LocalJudge(

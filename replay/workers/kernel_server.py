@@ -32,7 +32,7 @@ from replay.workloads.workload import Workload
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     """Handle a request to "probe", "warm up", "call" or "replay" kernels, or "touch" a device."""
-    with torch.no_grad():  # kernels run in this mode, so a change of mode is noticed
+    with torch.no_grad():  # set before the snapshot, so that a kernel's change of mode is noticed
         process_state = _process_state()
         if request["do"] == "probe":
             _probe(request, say, process_state)
@@ -56,9 +56,9 @@ def _process_state() -> ProcessState:
 
 
 @functools.cache
-def _outbox(path: str, device: torch.device) -> Outbox:
+def _outbox(file: int, device: torch.device) -> Outbox:
     """Open the shared memory for outputs, once for all calls."""
-    return Outbox(path, device)
+    return Outbox(file, device)
 
 
 _warm: set[str] = set()
@@ -118,7 +118,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         say(call=loaded.facts, machine=loaded.machine, baseline=loaded.baseline)
 
     def turns(rounds: int, is_done: Callable[[], bool] = never) -> Iterator[Turn]:
-        """Ask the parent for turns, which other processes get in between."""
+        """Request turns from the parent. Between them, other workers have turns."""
         say(rounds=rounds)
         while "number" in (turn := hear()):
             yield Turn(**turn)
@@ -131,7 +131,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         _warm_up(kernels, process_state)  # the judge computes the reference during these imports
         wanted = Workload.of(source_from_json(request["workload"]))
         judge_factory = None
-        if options.shared_file:
+        if options.shared_file is not None:
             outbox = _outbox(options.shared_file, settings.device)
             judge_factory = RemoteJudge.factory(say, hear, outbox)
         for row in replay_here(
@@ -161,9 +161,9 @@ def _version(library: str) -> str:
 
 
 def _limit_memory(device: torch.device) -> None:
-    """Let too large allocations raise an error, because otherwise the system may end a process.
+    """Make too large allocations raise an error, because otherwise the system may end a process.
 
-    With a GPU there is no limit, because CUDA reserves address space that it never fills.
+    With a GPU this is not done, because CUDA reserves address space that it never fills.
     """
     try:
         import resource

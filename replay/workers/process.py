@@ -1,4 +1,4 @@
-"""The parent's side of a worker, which starts it, sends requests, and reports its end."""
+"""The parent's side of a child process: its start, requests, replies, stops and end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from attention_replay.errors import Error
 from replay.isolation import processes
 from replay.kernels import registered_functions
 from replay.rows.row import Status
+from replay.workers.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +33,31 @@ MESSAGE_BYTES = 2**24
 LOG_BYTES = 4000
 """Number of bytes that are kept from the end of a worker's output."""
 
+MOST_WORKERS = 4
+"""Maximum number of workers that share rounds, because each holds a copy of the call."""
+
 ANSWERING_SECONDS = 10.0
 """Minimum time limit for an interpreter to run its first line, whatever `timeout` is."""
 
 STARTING_SECONDS = 300.0
-"""Time limit for a worker to import torch; from a cold network disk this takes minutes."""
+"""Time limit for a worker to import torch, which takes minutes from a slow network disk."""
 
 LOOK_SECONDS = 1.0
-"""Interval between checks of a silent worker. The worker's pipe may stay open after the worker's
-end, because a kernel may have forked a process that holds the pipe."""
+"""Interval between checks of a silent worker. Its pipe alone cannot show its end, because a process
+that a kernel has forked may hold the pipe open."""
 
 LEAST_RAN_SECONDS, RAN_SHARE = 0.01, 0.05
-"""Processor time of a stopped family that counts as work: at least this, and this share of the
-time. What the kernel of the system had begun for it may still end."""
+"""Processor time, in seconds and as a share of the elapsed time, above which a stopped family has
+worked. System calls that it had begun may use less."""
 
 ENDING_SECONDS = 10.0
 """Time limit for a worker to end after it has closed its pipe."""
 
+_hiding = processes.Hiding()
+"""Closes this process to others while it has a child."""
+
 IN_A_WORKER = "ATTENTION_REPLAY_WORKER"
-"""Environment variable of workers, which may start no workers themselves."""
+"""Environment variable that marks workers, which must not start workers themselves."""
 
 OUR_PACKAGES = """
 import os, sys
@@ -70,17 +77,14 @@ sys.meta_path.insert(0, OurPackages)
 if sys.path[0] == "":
     del sys.path[0]
 from replay.isolation import processes
-processes.end_with_parent()
-if sys.argv[4] == "replay.workers.judge_worker":
-    processes.hide_memory()  # and it runs no kernel that needs a supervisor
-else:
-    processes.supervise(int(sys.argv[2]), int(sys.argv[3]))
+processes.close_off()
+processes.supervise(int(sys.argv[2]), int(sys.argv[3]))
 gc.disable()  # collections during the import of PyTorch find nothing and take a fifth of the time
 from replay.workers.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
-"""Program of the child. It finds only our packages, because another interpreter must not see this
-interpreter's packages or the current directory."""
+"""Program of the child. It finds only our packages among those of this interpreter, and none in the
+current directory, because the child may use another interpreter."""
 
 
 class CannotStart(Exception):
@@ -88,7 +92,7 @@ class CannotStart(Exception):
 
 
 class Died(Exception):
-    """Error for a worker's unexpected end; `kernel` names the worker's last kernel or stage."""
+    """Error for a worker's unexpected end. `kernel` names the worker's last kernel or stage."""
 
     def __init__(self, status: Status, reason: str, kernel: str, log: str) -> None:
         super().__init__(reason)
@@ -99,7 +103,7 @@ class Died(Exception):
 
 
 class Stopped(Exception):
-    """Error for processes that were ended on request, without a fault."""
+    """Error for processes that were ended on request, not because of a fault."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,16 @@ class Placement:
     cpus: frozenset[int] = frozenset()
     """Logical CPUs of the processes and their children; empty for the CPUs of this process."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    """Event that any thread sets to end processes with open requests, within `LOOK_SECONDS`."""
+    """Event that any thread may set, to end processes with open requests within `LOOK_SECONDS`."""
+    shared: SharedFile = field(default_factory=SharedFile)
+    """File that all processes at this place have open."""
 
 
 class Process:
-    """Child process that runs `replay.workers.worker`, started on demand and again after its end.
+    """Child process that runs `replay.workers.worker`. It is started on demand, also after its end.
 
     Args:
-        python: the interpreter, which needs torch and safetensors and uses this package's source.
+        python: the interpreter, which needs torch and safetensors, and imports this package's code.
         timeout: seconds without a message after which the child is killed.
         handler: the module that handles requests in the child, with `handle(request, say, hear)`.
         place: the place where the child runs.
@@ -141,8 +147,10 @@ class Process:
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
         self._is_stopped = False
-        self._at_stop = (0.0, 0.0)
-        """When the child was stopped, and the processor time that its family had used by then."""
+        self._has_stopped, self._at_stop = True, (0.0, 0.0)
+        """Time of the last stop, and the processor time that the family had used by then."""
+        self._cores: dict[int, set[int]] = {}
+        """CPUs of the family's threads at the last stop. Other processes may change them later."""
         self._preparing = 0
         """Number of `prepare` requests that the child has not answered."""
         self._unread = b""
@@ -151,31 +159,41 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Number of the child, whose family has all processes; None if there is none."""
+        """Process number of the child, which is the head of its family; None without a child."""
         return None if self._child is None else self._child.pid
 
     def stop(self) -> None:
-        """Stop the child and its descendants until the next message to the child."""
+        """Stop the child and its descendants until the next message to the child.
+
+        First wait until a child that is starting is ready, so that its next turn need not wait.
+        """
+        with contextlib.suppress(CannotStart, Died):  # the next request reports it
+            if self._child is not None and not self._is_stopped:
+                self._wait_until_ready()
+                self._wait_until_prepared()
         if self._child is not None and not self._is_stopped:
-            processes.stop(self._child.pid, spared=processes.IS_POSSIBLE)
+            self._has_stopped = processes.stop(self._child.pid, spared=processes.IS_POSSIBLE)
             self._is_stopped = True
             self._at_stop = time.monotonic(), processes.processor_seconds(self._child.pid)
+            self._cores = processes.cores(self._child.pid)
 
     def ran_while_stopped(self) -> bool:
-        """Return whether processes of the child's family went on after `stop`.
+        """Return whether processes of the child's family ran after `stop`.
 
-        Somebody else can continue a stopped process: another process, or a notification of the
-        system for which it asked before.
+        Another process can continue a stopped process, and so can a notification of the system that
+        the process requested before.
         """
         if self._child is None or not self._is_stopped:
             return False
+        if not self._has_stopped:
+            return True
         began, used = self._at_stop
         ran = processes.processor_seconds(self._child.pid) - used
         return ran > max(LEAST_RAN_SECONDS, RAN_SHARE * (time.monotonic() - began))
 
-    def another(self) -> Process:
+    def another(self, python: str = "") -> Process:
         """Return another process of the same kind at the same place, not yet started."""
-        return Process(self.python, self.timeout, self._handler, self.place)
+        return Process(python or self.python, self.timeout, self._handler, self.place)
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Send a request and yield the replies until the child reports that it is done.
@@ -228,7 +246,7 @@ class Process:
         self._send(message)
 
     def broken(self, reason: str) -> Died:
-        """End the child, because its messages make no sense; return the error to raise."""
+        """End the child, because its messages are invalid; return the error to raise."""
         return self._death(reason, "crash")
 
     def answer(self, **request: Any) -> dict[str, Any]:
@@ -258,6 +276,7 @@ class Process:
         os.close(self._requests)
         os.close(self._replies)
         self._child, self._selector = None, None
+        _hiding.end()
         self._is_stopped = False
         self._preparing = 0
         self._unread = self._log = b""
@@ -273,13 +292,14 @@ class Process:
         roots = "\n".join(_folders_of_ours())
         command = [self.python, "-c", OUR_PACKAGES, roots]
         command += [str(child_reads), str(child_writes), self._handler]
+        _hiding.begin()
         try:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(child_reads, child_writes),
+                pass_fds=(child_reads, child_writes, self.place.shared.descriptor),
                 # The child must write its output and the traceback of a crash before it ends.
                 env={
                     "TRITON_CACHE_DIR": _triton_cache(),
@@ -290,10 +310,11 @@ class Process:
                     **registered_functions.variables(self.python),
                     **self.place.variables,
                 },
-                # In a separate group, compilers end with the child, and Ctrl-C does not reach it.
+                # In a group of its own, the child gets no Ctrl-C, and ends with its compilers.
                 start_new_session=True,
             )
         except OSError as error:
+            _hiding.end()
             os.close(requests)
             os.close(replies)
             raise CannotStart(error.strerror) from error
@@ -317,9 +338,9 @@ class Process:
         if self._is_ready:
             return
         try:
-            longer = max((self.timeout, "--timeout"), (ANSWERING_SECONDS, "what a start may take"))
+            longer = max((self.timeout, "--timeout"), (ANSWERING_SECONDS, "limit for its start"))
             if "answers" in self._receive(*longer):
-                self._receive(STARTING_SECONDS, "what its imports may take")
+                self._receive(STARTING_SECONDS, "limit for its imports")
             self._is_ready = True
             assert self._child is not None
             logger.info("process %d is ready", self._child.pid)
@@ -339,6 +360,7 @@ class Process:
     def _resume(self) -> None:
         assert self._child is not None
         if self._is_stopped:
+            processes.bind(self._cores)
             processes.resume(self._child.pid)
             self._is_stopped = False
 
@@ -353,7 +375,7 @@ class Process:
         try:
             while unsent:
                 if not pipe.poll(self.timeout * 1000):
-                    raise self._death(f"reads no message for {self.timeout:g} s", "timeout")
+                    raise self._death(f"read no message for {self.timeout:g} s", "timeout")
                 unsent = unsent[os.write(self._requests, unsent[: select.PIPE_BUF]) :]
         except BrokenPipeError:
             raise self._death() from None
@@ -362,7 +384,7 @@ class Process:
         """Return the next message; also read the child's output, so that the child never blocks.
 
         Args:
-            allowed: the source of `patience`, for the error message.
+            allowed: name of the limit `patience`, for the error message.
         """
         assert self._child is not None
         assert self._selector is not None
@@ -372,7 +394,7 @@ class Process:
                 raise Stopped
             left = deadline - time.monotonic()
             if left <= 0:
-                reason = f"no message for {patience:g} s ({allowed})"
+                reason = f"sent no message for {patience:g} s ({allowed})"
                 raise self._death(reason, "timeout")
             ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
             if not ready:
@@ -385,7 +407,7 @@ class Process:
                     raise self._death()
                 self._unread += received
                 if len(self._unread) > MESSAGE_BYTES and b"\n" not in self._unread:
-                    raise self._death(f"a message of more than {MESSAGE_BYTES:,} bytes")
+                    raise self._death(f"sent a message of more than {MESSAGE_BYTES:,} bytes")
             elif ready and not self._read_log():
                 self._selector.unregister(ready[0])
         line, _, self._unread = self._unread.partition(b"\n")
@@ -394,7 +416,7 @@ class Process:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise self._death("something else wrote into the worker's replies")
+            raise self._death("sent an invalid message; its kernel may have written to the pipe")
         return message
 
     def _read_log(self) -> bool:
@@ -416,7 +438,7 @@ class Process:
             reason = _how_it_ended(self._child.poll())
         logger.info("process %d is gone: %s", self._child.pid, reason)
         self._kill()
-        # Read at most a full pipe, because a process that left the group may print for ever.
+        # Stop after a full pipe, because a process that left the group may print for ever.
         for _ in range(16):
             if not self._read_log():
                 break
@@ -428,19 +450,25 @@ class Process:
         assert self._child is not None
         processes.kill(self._child.pid)
         if not processes.IS_POSSIBLE:
-            # On macOS, a group that contains only a zombie refuses signals.
+            # On macOS, a group refuses signals if its only process has ended.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._child.pid, signal.SIGKILL)
 
 
-class First(NamedTuple):
-    """First processes of a replay in workers: a worker and the judge."""
+@dataclass(frozen=True)
+class First:
+    """First processes of a replay in workers, which import PyTorch at the same time."""
 
     worker: Process
     judge: Process
+    users: Mapping[str, Process] = field(default_factory=dict)
+    """Workers of users' kernels, by file or package."""
+
+    def __iter__(self) -> Iterator[Process]:
+        return iter((self.worker, self.judge, *self.users.values()))
 
     def prepare(self, device: str | None) -> None:
-        """Tell both processes to initialise a device (None for the default); do not wait."""
+        """Tell all processes to initialise a device (None for the default); do not wait."""
         for process in self:
             process.prepare(do="touch", device=device)
 
@@ -453,13 +481,13 @@ class First(NamedTuple):
         self.worker.prepare(do="warm up", kernels=kernels)
 
     def close(self) -> None:
-        """End both processes."""
+        """End all processes."""
         for process in self:
             process.close()
 
 
 def judge_process(timeout: float, place: Placement | None = None) -> Process:
-    """Make the process that judges, not yet started.
+    """Make the process that judges outputs, without starting it.
 
     Its threads sleep while they wait, because kernels use the same CPUs.
     """
@@ -469,16 +497,22 @@ def judge_process(timeout: float, place: Placement | None = None) -> Process:
 
 
 @contextlib.contextmanager
-def first_processes(timeout: float, place: Placement | None = None) -> Iterator[First]:
-    """Start a worker of this interpreter and the judge; both end with the `with` block.
+def first_processes(
+    timeout: float, place: Placement | None = None, sources: Sequence[str] = ()
+) -> Iterator[First]:
+    """Start a worker of this interpreter and the judge; all processes end with the `with` block.
 
     This module imports no torch, so a command can import it while these processes start.
+
+    Args:
+        sources: files or packages of users' kernels; each of the first few gets a worker too.
 
     Raises:
         CannotStart: the interpreter does not run.
     """
     worker = Process(sys.executable, timeout, place=place)
-    first = First(worker, judge_process(timeout, place))
+    users = {source: worker.another() for source in sources[: MOST_WORKERS - 1]}
+    first = First(worker, judge_process(timeout, worker.place), users)
     try:
         for process in first:
             process.start()
@@ -499,8 +533,8 @@ def _folders_of_ours() -> list[str]:
 def _triton_cache() -> str:
     """Return Triton's usual cache directory.
 
-    `torch.compile` sets another directory for the whole process, so later kernels would be compiled
-    again.
+    Otherwise `torch.compile` would set another directory for the whole process, and later kernels
+    would be compiled again.
     """
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return os.path.join(home, ".triton", "cache")
@@ -512,7 +546,7 @@ def _how_it_ended(code: int | None) -> str:
     if code >= 0:
         return f"the worker exited with code {code}"
     if code == -signal.SIGKILL:
-        return "the worker was ended by SIGKILL, perhaps by a system out of memory"
+        return "the worker was ended by SIGKILL, perhaps because the system ran out of memory"
     try:
         return f"the worker was ended by {signal.Signals(-code).name}"
     except ValueError:  # real-time signals have no names

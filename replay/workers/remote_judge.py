@@ -1,4 +1,4 @@
-"""The worker's access to a judge in another process: it sends outputs and waits for verdicts."""
+"""The worker's access to the judge, which is in another process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.storage.header import dtype_name
 from replay.bench.runner import JudgeFactory
 from replay.bench.settings import Settings
 from replay.isolation.block import BlockVerdict
-from replay.isolation.judge import Judged
+from replay.isolation.judge import Choose, Judged
 from replay.isolation.output_form import output_shape
 from replay.kernels.failures import CannotJudge
 from replay.rows.errors_of_output import AccuracyClass
@@ -26,7 +25,7 @@ class RemoteJudge:
     """Judge reached through the parent process. Every method raises `CannotJudge` on failure.
 
     Args:
-        outbox: memory where the judge finds tensors; the judge reads them before it replies.
+        outbox: memory for tensors, which the judge reads before it replies.
     """
 
     def __init__(self, say: Say, hear: Hear, outbox: Outbox, call: AttentionCall) -> None:
@@ -35,6 +34,8 @@ class RemoteJudge:
         self._outbox = outbox
         self._call = call
         self._block: dict[str, Any] = {}
+        self._outputs: dict[str, tuple[torch.dtype, list[int]]] = {}
+        """Dtype and shape of the block's outputs in the outbox; empty if they are on the GPU."""
 
     @classmethod
     def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> JudgeFactory:
@@ -70,13 +71,11 @@ class RemoteJudge:
         )
         return rebuilt(Judged, answer["judged"])
 
-    def begin_block(
-        self, kernel: str, calls: int, chosen: Tensor | None
-    ) -> tuple[int, list[Tensor]]:
+    def begin_block(self, kernel: str, calls: int) -> tuple[int, list[Tensor]]:
         dtype, shape = self._call.dtype, [calls, *output_shape(self._call)]
         outputs = self._on_gpu(dtype, shape)
-        wanted = {} if outputs is not None else {"outputs": (dtype, shape)}
-        handed, reserved = self._outbox.reserve(wanted, _optional("chosen", chosen))
+        self._outputs = {} if outputs is not None else {"outputs": (dtype, shape)}
+        handed, reserved = self._outbox.reserve(self._outputs, {})
         self._block = {"kernel": kernel, "calls": calls, "handed": handed}
         if outputs is None:
             outputs = reserved["outputs"]
@@ -86,18 +85,26 @@ class RemoteJudge:
         """Return the judge's memory for the outputs on a GPU; None if it cannot be shared."""
         if self._call.device.type != "cuda":
             return None
-        answer = self._ask(do="reserve block", dtype=dtype_name(dtype), shape=shape)
+        answer = self._ask(do="reserve block", calls=shape[0])
         try:
             return opened_on_gpu(answer["memory"], dtype, shape)
         except RuntimeError:  # another version of PyTorch, or a system without shared GPU memory
             return None
 
     def end_block(
-        self, accuracy_class: AccuracyClass, wrong: str, restore: Callable[[], None]
+        self,
+        accuracy_class: AccuracyClass,
+        wrong: str,
+        restore: Callable[[], None],
+        choose: Choose | None,
     ) -> BlockVerdict:
         answer = self._ask(
             do="end block", accuracy_class=accuracy_class, wrong=wrong, **self._block
         )
+        while choose is not None and "examined" in answer:
+            keys = choose(answer["examined"])  # reads the output before, so `reserve` keeps it
+            handed, _ = self._outbox.reserve(self._outputs, {"chosen": keys})
+            answer = self._ask(do="choose", handed=handed)
         restore()
         return BlockVerdict(**answer)
 

@@ -1,18 +1,15 @@
 """The transfer of tensors to another process, in a file that both processes map into memory.
 
-The file is reused: each output overwrites the previous output, in existing pages.
+Each output overwrites the previous output, so that no new pages are needed.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import math
 import mmap
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,41 +22,16 @@ ALIGNMENT = 64
 CHUNK_BYTES = 2**20
 
 
-class SharedFile:
-    """Initially empty file that only grows; the file is in memory if the system supports this.
-
-    On Linux the file disappears with the last process that has it open, even after a crash.
-    """
-
-    def __init__(self) -> None:
-        self._on_disk = not hasattr(os, "memfd_create")
-        if self._on_disk:
-            self._descriptor, self.path = tempfile.mkstemp(prefix="attention-replay-")
-        else:
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            self._descriptor = os.memfd_create("attention-replay", flags)
-            # If a worker made the file smaller, the system would end all readers of lost pages.
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def close(self) -> None:
-        """Free the memory or disk space once no process has the file mapped."""
-        os.close(self._descriptor)
-        if self._on_disk:
-            Path(self.path).unlink(missing_ok=True)
-
-
 class Outbox:
     """Writer of tensors for another process, which reads them before the next tensors are written.
 
     Args:
-        path: path of a `SharedFile`; several processes may use the file one after another.
+        file: descriptor of a `SharedFile`; processes may use the file one after another.
         device: device of the tensors.
     """
 
-    def __init__(self, path: str, device: torch.device) -> None:
-        self._file = _MappedFile(path, device)
+    def __init__(self, file: int, device: torch.device) -> None:
+        self._file = _MappedFile(file, device)
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Copy tensors of any strides to the file; return the message for `Inbox.take`."""
@@ -86,7 +58,7 @@ class Outbox:
         self._file.grow(end)
         for name, tensor in tensors.items():
             self._file.tensor(*described[name]).copy_(tensor)
-        message = {"path": self._file.path, "bytes": end, "tensors": described}
+        message = {"bytes": end, "tensors": described}
         return message, {name: self._file.tensor(*described[name]) for name in wanted}
 
 
@@ -94,12 +66,13 @@ class Inbox:
     """Reader of tensors that another process wrote with its `Outbox`.
 
     Args:
+        file: descriptor of the same `SharedFile`.
         device: device to copy the tensors to.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, file: int, device: torch.device) -> None:
         self._device = device
-        self._file: _MappedFile | None = None
+        self._file = _MappedFile(file, device)
 
     def take(self, message: dict[str, Any]) -> dict[str, Tensor]:
         """Return copies of the tensors that `Outbox.put` described."""
@@ -108,8 +81,6 @@ class Inbox:
 
     def view(self, message: dict[str, Any]) -> dict[str, Tensor]:
         """Return the tensors that `Outbox.put` described, which share the file's memory."""
-        if self._file is None or self._file.path != message["path"]:
-            self._file = _MappedFile(message["path"], self._device)
         self._file.map(message["bytes"])
         return {name: self._file.tensor(*entry) for name, entry in message["tensors"].items()}
 
@@ -117,12 +88,12 @@ class Inbox:
 class _MappedFile:
     """A `SharedFile` mapped into one process, with locked pages for a GPU.
 
-    A GPU reads and writes locked pages directly, which is several times as fast. If the system
-    refuses to lock the pages, copies are slower.
+    A GPU accesses locked pages directly, which is several times as fast. If the system refuses to
+    lock the pages, copies are slower.
     """
 
-    def __init__(self, path: str, device: torch.device) -> None:
-        self.path = path
+    def __init__(self, file: int, device: torch.device) -> None:
+        self._file = file
         self._device = device
         self._is_locked = False
         self._bytes: Tensor | None = None
@@ -130,14 +101,13 @@ class _MappedFile:
     def grow(self, size: int) -> None:
         """Extend the file to a size, and map it.
 
-        Zeros are written, because the system would end a process that fills a file's hole when the
-        disk is full.
+        This writes zeros. If it left a hole, the system would end a process that fills the hole
+        when the disk is full.
         """
         if self._size() >= size:
             return
-        with open(self.path, "ab") as file:
-            while file.tell() < size:
-                file.write(bytes(CHUNK_BYTES))
+        while (end := os.fstat(self._file).st_size) < size:
+            os.pwrite(self._file, bytes(CHUNK_BYTES), end)
         self.map(size)
 
     def map(self, size: int) -> None:
@@ -146,8 +116,7 @@ class _MappedFile:
             return
         if self._bytes is not None and self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-        with open(self.path, "r+b") as file:
-            self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        self._bytes = torch.frombuffer(mmap.mmap(self._file, 0), dtype=torch.uint8)
         self._is_locked = self._device.type == "cuda" and _locked(self._bytes, self._device)
 
     def _size(self) -> int:
@@ -158,7 +127,7 @@ class _MappedFile:
         kind: torch.dtype = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
         if offset + size > self._size():
-            raise ValueError(f"{offset + size} bytes in a file of {self._size()}")
+            raise ValueError(f"a tensor ends at byte {offset + size} of {self._size()}")
         if self._bytes is None:
             return torch.empty(shape, dtype=kind)
         return self._bytes[offset : offset + size].view(kind).view(shape)
@@ -173,7 +142,7 @@ def _locked(memory: Tensor, device: torch.device) -> bool:
 
 
 def shared_on_gpu(memory: Tensor) -> list[Any]:
-    """Return a message with which another process opens the GPU memory of a tensor."""
+    """Return a message from which another process can open the GPU memory of a tensor."""
     parts = memory.untyped_storage()._share_cuda_()
     return [
         {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part

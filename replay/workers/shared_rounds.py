@@ -1,7 +1,7 @@
 """The replay of calls by several workers that share their rounds.
 
-The parent gives each worker its turn, and stops all others. So a file of a user can slow
-down only itself, and the rounds stay paired across processes.
+The parent gives each worker its turns, and stops all others. So a user's file can slow down only
+itself, and the samples of a round are paired, also between processes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from replay.rows.row import HERE, Row
 from replay.workers.conversation import PHASES, Conversation, Task
 from replay.workers.environments import Environment, Worker
 from replay.workers.judge_process import JudgeProcess
+from replay.workers.process import MOST_WORKERS
 from replay.workloads.workload import Workload
-
-MOST_WORKERS = 4
-"""Maximum number of workers that share rounds; each holds a copy of the call."""
 
 NOT_ISOLATED = (
     "not isolated: this system cannot stop a kernel's processes while other kernels are timed"
 )
-"""Flag of all rows of rounds that contain a user's kernel."""
+"""Flag of all rows that share rounds with a user's kernel on such a system."""
 
 Part = tuple[Worker, list[Kernel]]
 
@@ -43,13 +41,13 @@ def replay_in_workers(
     judge: JudgeProcess,
     on_progress: Callable[[Workload, str], None] | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows of `replay.bench.runner.replay_here` from workers, call by call."""
+    """Yield the same rows as `replay.bench.runner.replay_here`, from workers, call by call."""
     numbers = itertools.count(1)
     fixed, others = _parts(kernels, settings, environments)
     probe = None
     if settings.device.type == "cuda" and any(worker.name for worker, _ in (*fixed, *others)):
         probe = Probe(lambda: judge.probe_ms(settings))
-        probe.is_slow()  # the fastest probe is one before any user's kernel has run
+        probe.is_slow()  # measures the fastest probe before any user's kernel has run
     step = MOST_WORKERS - len(fixed)
     for workload in workloads:
 
@@ -60,7 +58,7 @@ def replay_in_workers(
 
         rows: list[Row] = []
         for start in range(0, max(len(others), 1), step):
-            # Later groups share their rounds with the special kernels only.
+            # Later groups share their rounds only with the workers of special kernels.
             first = fixed if start == 0 else [(worker, []) for worker, _ in fixed]
             group = [*first, *others[start : start + step]]
             for worker, _ in others if len(others) > step else ():
@@ -80,9 +78,10 @@ def replay_in_workers(
 def _parts(
     kernels: dict[str, list[Kernel]], settings: Settings, environments: dict[str, Environment]
 ) -> tuple[list[Part], list[Part]]:
-    """Return workers with their kernels: those of special kernels, which come first, and others.
+    """Return workers with their kernels: workers of special kernels first, and then all others.
 
-    The compared kernel's worker is the very first, because the judge needs its output.
+    Special kernels are the baseline and the kernel that errors are computed against. The latter's
+    worker is the very first, because the judge needs its output.
     """
     special = filter(None, (settings.compared_kernel, settings.baseline or DEFAULT_BASELINE))
     fixed = dict.fromkeys((HERE, find(name).process) for name in special)
@@ -106,7 +105,7 @@ def _replay_together(group: Sequence[Part], task: Task, probe: Probe | None) -> 
             talk.begin()
             if talk.is_unreadable:
                 return talk.rows
-        # If a worker has to begin again, so do all, because their rounds are paired.
+        # If one worker has to begin again, all others must too, because their rounds are paired.
         is_whole = all(
             _share_rounds(talks, turns, order)
             and all(turns.give(talk) and talk.finish() for talk in talks)
@@ -122,7 +121,7 @@ def _replay_together(group: Sequence[Part], task: Task, probe: Probe | None) -> 
 
 
 def _give_up(talks: Sequence[Conversation], turns: _Turns) -> None:
-    """Let workers end that are past their samples, because a worker that begins again has none."""
+    """Let workers in the block phase finish, because a restarted worker has no samples to pair."""
     for talk in talks:
         turns.stop_others(talk)
         while talk.is_waiting and talk.phase > 1:
@@ -140,12 +139,14 @@ def _share_rounds(talks: Sequence[Conversation], turns: _Turns, order: random.Ra
             if number < talk.rounds and not (talk.is_done and talk.worker.name)
         ]
         order.shuffle(sharing)
+        if number == 0:  # known kernels measure blocks without a kernel first
+            sharing.sort(key=lambda talk: bool(talk.worker.name))
         number += 1
         for talk in sharing:
             after_another = turns.last not in (None, talk)
             if not (turns.give(talk) and talk.turn(number - 1, after_another=after_another)):
                 if any(each.phase > 1 for each in talks if each.is_waiting):
-                    return False  # blocks cannot be repeated alone
+                    return False  # blocks cannot be repeated without samples
                 number = 0  # rounds stay paired only if all workers begin them again
                 break
     return True
@@ -170,7 +171,7 @@ class _Turns:
         """Stop all workers except one.
 
         Returns:
-            False if work of another worker went on, so that it was ended and has begun again.
+            False if another worker continued to work, and was therefore ended and begun again.
         """
         last = self.last
         self.stop_others(talk)
@@ -181,14 +182,17 @@ class _Turns:
                 self.stop_others(each)
                 each.begin()
                 return False
-        if self._probe is None or last is None or last is talk or not last.worker.name:
+        if self._probe is None or last is None or last is talk:
             return True
-        found = self._probe.find(last.worker.process.close)
-        if found == "quiet":
+        suspects = [each for each in self._talks if each.worker.name]
+        suspects.sort(key=lambda each: (each is not last, each is talk))
+        count, found = self._probe.ended([each.worker.process.close for each in suspects])
+        if count == 0:
             return True
-        last.worker.disturbances += found == "disturbed"
-        self.stop_others(last)
-        last.begin()
+        suspects[count - 1].worker.disturbances += found
+        for each in suspects[:count]:
+            self.stop_others(each)
+            each.begin()
         return False
 
 

@@ -1,7 +1,7 @@
-"""The child process, which handles a parent's requests, one line of JSON each.
+"""The child process, which handles requests of its parent. Each message is one line of JSON.
 
-Before any work that could end this process, the child sends a line that names the work, so that the
-parent knows which kernel to blame. Kernels may use stdout and stderr; the parent keeps that output.
+Before any work that could end the child, it sends a line that names the work, so that the parent
+knows which kernel to blame. Kernels may use stdout and stderr, whose last lines the parent keeps.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ Hear = Callable[[], dict[str, Any]]
 
 
 def main(requests_fd: int, replies_fd: int, handler: str) -> None:
-    """Handle requests until the parent closes its end. Garbage collection starts after the imports.
+    """Handle requests until the parent closes its end of the pipe.
 
     Args:
         handler: a module with `handle(request, say, hear)`, which handles one request.
     """
     for descriptor in (requests_fd, replies_fd):
-        os.set_inheritable(
-            descriptor, False
-        )  # a compiler that outlives this process must not inherit the pipes
+        # A compiler that outlives this process must not inherit the pipes.
+        os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
     requests = os.fdopen(requests_fd, "r")
     replies = os.fdopen(replies_fd, "w", buffering=1)

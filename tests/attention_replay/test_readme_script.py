@@ -30,10 +30,18 @@ def test_script_is_short_and_uses_public_names_alone() -> None:
     assert ".best()" in text
 
 
+FEWER_ROUNDS = """
+from replay.timing import defaults
+defaults.ROUNDS = defaults.MINIMUM_ROUNDS
+from replay.end_to_end import model_check
+model_check.ROUNDS_SECONDS = 0.1
+"""
+
+
 @pytest.mark.slow
 def test_script_runs(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", script()],
+        [sys.executable, "-c", FEWER_ROUNDS + script()],
         capture_output=True,
         text=True,
         timeout=280,

@@ -22,9 +22,12 @@ SPLIT = ("tensor_parallel", "one_key_head", "exact", "ulysses", "queries")
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of two ranks' recordings `parts/SCENARIO` and one process's `whole/SCENARIO`."""
+    """Directory of two ranks' recordings `parts/SCENARIO` and one process's `whole/SCENARIO`.
+
+    The last scenario kills a rank.
+    """
     directory = tmp_path_factory.mktemp("ranks")
-    launch(2, directory / "parts", *SPLIT, "differing_calls")
+    launch(2, directory / "parts", *SPLIT, "differing_calls", "killed", fails=True)
     for name in SPLIT:
         SCENARIOS[name](directory / "whole" / name)
     return directory
@@ -96,13 +99,13 @@ def test_ranks_with_different_calls_are_joined_by_module(recordings: Path) -> No
     assert joined.missing == ["model.rank0-000003 lacks the part of rank 1"]
 
 
-def test_calls_that_a_killed_rank_stored_are_joined(tmp_path: Path) -> None:
+def test_calls_that_a_killed_rank_stored_are_joined(recordings: Path) -> None:
     """Calls that both ranks stored are joined, even if one rank was killed."""
-    launch(2, tmp_path, "killed", fails=True)
-    dataset = load(tmp_path / "killed")
+    parts = recordings / "parts"
+    dataset = load(parts / "killed")
     assert sum(entry.origin.rank == 1 for entry in dataset.entries) == 1
     # The problem is reported until the other rank's capture ends and updates the manifest.
-    said = f"finish it with `capture repair {tmp_path / 'killed'}`"
+    said = f"finish it with `capture repair {parts / 'killed'}`"
     killed = f"the capture of model.rank1 was killed: 1 complete call; {said}"
     assert dataset.note in (killed, "")
     joined = dataset.joined()

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox, SharedFile
+from replay.workers.shared_file import SharedFile
+from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox
 
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def shared() -> Iterator[SharedFile]:
-    found = SharedFile()
-    yield found
-    found.close()
+def shared() -> SharedFile:
+    return SharedFile()
 
 
 def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
-    outbox, inbox = Outbox(shared.path, CUDA), Inbox(CUDA)
+    outbox, inbox = Outbox(shared.descriptor, CUDA), Inbox(shared.descriptor, CUDA)
     for length in (100, CHUNK_BYTES, 200):  # the file grows and is locked again
         sent = torch.randn(2, 3, length, dtype=torch.bfloat16, device=CUDA)
         found = inbox.take(outbox.put({"output": sent, "transposed": sent.mT}))
@@ -42,6 +39,7 @@ def test_tensors_arrive_without_locked_pages(
 
     monkeypatch.setattr(cudart, "cudaHostRegister", refuse)
     sent = torch.randn(100, device=CUDA)
-    found = Inbox(CUDA).take(Outbox(shared.path, CUDA).put({"output": sent}))["output"]
+    message = Outbox(shared.descriptor, CUDA).put({"output": sent})
+    found = Inbox(shared.descriptor, CUDA).take(message)["output"]
     assert len(refused) == 2
     assert torch.equal(found + 1, sent + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -113,37 +112,3 @@ def test_options_the_function_does_not_take_are_refused(tmp_path: Path) -> None:
         models.load(model, prompt="a fox", steps=2)
     with pytest.raises(models.ModelError, match="leave out --size and --checkpoint"):
         models.load(model, size="full", checkpoint="org/name")
-
-
-BESIDE_ANOTHER_MODELS_PACKAGE = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location(
-    "_private_alias", sys.argv[1], submodule_search_locations=[sys.argv[1].rpartition("/")[0]]
-)
-ours = importlib.util.module_from_spec(spec)
-sys.modules["_private_alias"] = ours
-spec.loader.exec_module(ours)
-assert "torch" not in sys.modules and "models" not in sys.modules
-runnable = ours.load("mine.py:make")
-assert runnable.run() == "the user's own", runnable.run()
-assert sys.modules["models"].__file__.startswith(sys.argv[2]), sys.modules["models"]
-assert isinstance(ours.load("llama", size="tiny", device="cpu", steps=1), ours.Runnable)
-"""
-
-
-@pytest.mark.slow
-def test_a_project_may_have_its_own_models_package(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "from models import name\ndef make():\n    return nn.Identity(), lambda: name\n",
-    )
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").write_text('name = "the user\'s own"\n')
-    done = subprocess.run(
-        [sys.executable, "-c", BESIDE_ANOTHER_MODELS_PACKAGE, models.__file__, str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

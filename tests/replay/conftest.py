@@ -15,6 +15,7 @@ from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
+from replay.isolation.block import calls_of_block
 from replay.kernels import registry
 from replay.kernels.registry import Kernel
 from replay.timing.interruptions import Interruptions
@@ -27,10 +28,18 @@ CALLS_TO_WARM_UP = 18
 """Calls of a kernel before it is timed, in samples of two, where `known_calls` is used."""
 
 
+def few_calls(*figures: Any) -> int:
+    """Return the number of calls in a block that this process runs: 16 at most."""
+    return min(calls_of_block(*figures), 16)
+
+
 @pytest.fixture(autouse=True)
 def short_samples() -> Iterator[None]:
-    """Shorten samples and warm-up, because no test depends on the spread of times."""
+    """Shorten samples, warm-up and blocks, because no test depends on the spread of times."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replay.workers.judge_process.NULL_BLOCKS", 1)
+        patch.setattr("replay.isolation.block.NULL_BLOCKS", 1)
+        patch.setattr("replay.bench.output_check.calls_of_block", few_calls)
         patch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
         patch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
         yield

@@ -50,27 +50,24 @@ def test_stdout_that_is_full(tmp_path: Path, given: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "told"),
+    "commands",
     [
-        ("capture --model llama >/dev/full", "cannot write to stdout: No space left on device"),
-        ("capture show captured_inputs >/dev/full", "cannot write to stdout: No space left"),
-        (f"{REPLAY} --json - | true", ""),
-        (f"{REPLAY} --in-process --json - >/dev/full", "cannot write to stdout: No space left"),
+        ["capture --model llama >/dev/full", "capture show captured_inputs >/dev/full"],
+        [f"{REPLAY} --json - | true", f"{REPLAY} --in-process --json - >/dev/full"],
     ],
 )
 def test_stdout_that_cannot_be_written_is_reported_in_a_sentence(
-    tmp_path: Path, command: str, told: str
+    tmp_path: Path, commands: list[str]
 ) -> None:
-    if "show" in command:
-        run(f"{sys.executable} -m capture --model llama", tmp_path)
-    done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)
-    assert told in done.stderr.decode()
-    assert b"OSError" not in done.stderr
-    assert b"BrokenPipeError" not in done.stderr
-    if ">/dev/full" in command:
-        assert done.returncode == 1
-    if "capture" in command:
-        assert len(load(tmp_path / "captured_inputs")) == 10
+    for command in commands:
+        done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)
+        assert b"OSError" not in done.stderr
+        assert b"BrokenPipeError" not in done.stderr
+        if ">/dev/full" in command:
+            assert b"cannot write to stdout: No space left on device" in done.stderr
+            assert done.returncode == 1
+        if "capture" in command:
+            assert len(load(tmp_path / "captured_inputs")) == 10
 
 
 def test_no_terminal_is_0_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:

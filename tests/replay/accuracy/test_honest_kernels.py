@@ -118,13 +118,9 @@ def check(seeds: range) -> None:
                 assert verdict.passed, f"{make.__name__}({seed}), {name}: {verdict.sentence}"
 
 
-def test_honest_kernels_pass() -> None:
-    check(fresh_seeds(150))
-
-
-@pytest.mark.slow
-def test_thousands_of_honest_calls_pass() -> None:
-    check(fresh_seeds(3_000))
+@pytest.mark.parametrize("calls", [150, pytest.param(1_050, marks=pytest.mark.slow)])
+def test_honest_kernels_pass(calls: int) -> None:
+    check(fresh_seeds(calls))
 
 
 @pytest.mark.parametrize("seed", [439, 1051, 1455])

@@ -16,6 +16,8 @@ from replay.accuracy.reference import attention
 from replay.accuracy.sparse import kept_share, restricted
 from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
+from replay.isolation.block_inputs import BlockInputs
+from replay.isolation.judge import LocalJudge
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
@@ -98,16 +100,28 @@ def test_sparse_kernel_of_a_user_is_judged(
     assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
 
 
-def test_kernel_that_misreports_its_choice_is_inaccurate(
-    make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
+@pytest.mark.parametrize(
+    ("first", "later", "is_noted"), [(32, 30, False), (32, 28, True), (64, 62, True)]
+)
+def test_fewer_keys_in_a_block_are_noted(
+    make_call: MakeCall, first: int, later: int, is_noted: bool
 ) -> None:
-    def odd(call: AttentionCall) -> Tensor:
-        return ~every_other(call)
+    call = make_call(kv_len=64)
+    judge, inputs = LocalJudge(call), BlockInputs(call)
 
-    kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=odd)
-    row = row_of(kernel, make_call(kv_len=64, dtype=torch.bfloat16), quick)
-    assert row.status == "inaccurate"
-    assert "on the keys it chose" in row.reason
+    def called(keys: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.arange(64) < keys
+        return attention(restricted(call, chosen), call.dtype), chosen
+
+    output, chosen = called(first)
+    assert judge.judge("mine", "sparse", output, chosen).finding.status == "ok"
+    assert judge.judge("other", "sparse", output, ~chosen).finding.status == "inaccurate"
+    inputs.draw(3, 1)
+    inputs.apply(0, None)
+    output, chosen = called(later)
+    inputs.restore()
+    assert judge.judge_block("mine", "sparse", 3, [output], 4, [(0, chosen)]) == ""
+    assert bool(judge.other_shares) == is_noted
 
 
 def test_failing_choice_costs_its_row(

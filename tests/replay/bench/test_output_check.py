@@ -24,12 +24,12 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "wrong-shape": (
         lambda **a: sdpa(**a).transpose(1, 2),
         "error",
-        r"returned shape \(1, 9, 2, 32\) where \(1, 2, 9, 32\) is right",
+        r"returned shape \(1, 9, 2, 32\), expected \(1, 2, 9, 32\)",
     ),
     "wrong-dtype": (
         lambda **a: sdpa(**a).to(torch.float64),
         "error",
-        "returned float64 where float32 is right",
+        "returned float64, expected float32",
     ),
     "a-tuple": (lambda **a: (sdpa(**a), None), "error", "returned tuple, not a tensor"),
     "raises": (

@@ -22,9 +22,12 @@ import torch.nn.functional as F
 import replay as replay_package
 from replay.cli.compare_kernels import parser
 from replay.cli.main import VERBS, main
+from replay.cli.replayed import Replayed, exit_code
 from replay.cli.requests import measure_of
 from replay.kernels.registry import Kernel, catalogue
+from replay.rows.row import SpeedupOver
 from replay.workloads.workload import with_counterparts
+from tests import factories
 
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
@@ -104,16 +107,10 @@ def test_random_call_is_replayed(run_cli: RunCli) -> None:
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--dir", "n" * 300), ("nnn: File name too long, name another",)),
         (("suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
-        (
-            (*SHAPE, "--json", "no/such/folder/rows.jsonl"),
-            ("cannot write no/such/folder", "create its"),
-        ),
+        ((*SHAPE, "--json", "no/such/rows.jsonl"), ("cannot write no/such", "create its")),
         ((*DIR, "--json", "."), ("cannot write .: it is a directory",)),
         (("--dir", "."), (".: holds no recorded calls", "capture --model")),
-        (
-            (*DIR, "--max-time", "1m"),
-            ("--max-time requires worker processes: leave out",),
-        ),
+        ((*DIR, "--max-time", "1m"), ("--max-time requires worker processes: leave out",)),
         ((*DIR, "--resume"), ("--resume requires a file to continue: give --json FILE",)),
         (("random", "-sq", "1000000000000000000"), ("too large for any machine",)),
         ((*DIR, "--json", "x", "--report", "./x"), ("--json and --report both name ./x",)),
@@ -170,19 +167,12 @@ def test_recorded_calls_are_compared_with_their_backend(run_cli: RunCli, recorde
     assert all(row["accuracy"]["captured"] for row in found)
 
 
-@pytest.mark.parametrize(
-    ("given", "replayed"),
-    [
-        ("model-00000[02]", [0, 2]),
-        ("model-000002, model-000000", [0, 2]),
-    ],
-)
-def test_calls_are_chosen(run_cli: RunCli, recorded: Path, given: str, replayed: list[int]) -> None:
+def test_calls_are_chosen_by_name_and_glob(run_cli: RunCli, recorded: Path) -> None:
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json=-")
-    code, out, _ = run_cli(*arguments, "--call", given)
+    code, out, _ = run_cli(*arguments, "--call", "*[2-9], model-000000")
     assert code == 0
     names = dict.fromkeys(row["call"]["name"] for row in rows(out))
-    assert list(names) == [f"model-{index:06d}" for index in replayed]
+    assert list(names) == ["model-000000", "model-000002"]
 
 
 SUFFIXES = ("", "-random", "-matched")
@@ -303,6 +293,15 @@ def test_check_fails_on_an_inaccurate_kernel(
     assert "replay random: failed: zeros (inaccurate)" in err
     assert "zeros" in out
     assert run_cli(*SHAPE, *QUICK, "--kernels", "fine", "--check")[0] == 0
+
+
+def test_check_states_the_smallest_slowdown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [(1.0, 1.1), (2.0, 2.08), (1.0, None)]  # a row without an interval does not count
+    speedups = [SpeedupOver(ratio, 0.9, high, "slow", "noisy", "b") for ratio, high in found]
+    replay = Replayed([factories.row(speedup=each) for each in speedups], None, {}, {})
+    assert (exit_code(replay), exit_code(replay, check=True)) == (0, 0)
+    told = "smallest slowdown against the baseline that would show: 7.0% on half of the rows"
+    assert capsys.readouterr().err == f"replay: {told}, 10.0% on all\n"
 
 
 @pytest.mark.parametrize("device", ["mps", "cpu:7", "cuda:-1", "abacus", ""])

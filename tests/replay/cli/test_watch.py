@@ -87,7 +87,7 @@ def test_run_is_compared_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command that fails prints one sentence, and the watch continues."""
-    monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
+    monkeypatch.setattr(process, "first_processes", lambda *_, **__: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
     runs: Iterator[list[Row] | Exception] = iter(
         [
@@ -116,7 +116,7 @@ def test_run_is_compared_with_the_one_before(
 
 def test_wrong_arguments_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changing the kernel's file cannot correct wrong arguments."""
-    monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
+    monkeypatch.setattr(process, "first_processes", lambda *_, **__: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: pytest.fail("waits for a change"))
 
     def replay(first: process.First) -> list[Row]:

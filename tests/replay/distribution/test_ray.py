@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
@@ -22,6 +23,7 @@ from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.distribution.ray_cluster import Cluster, ClusterError, connected
+from replay.isolation import processes
 
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
@@ -106,48 +108,35 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-LISTENERS = """
-import os, pathlib, time
+STARTS_ANOTHER = """
+import os, time
 from torch.nn.functional import scaled_dot_product_attention
 
 copies = []
 
-def listeners(query, key, value, *others, **options):
-    with open(pathlib.Path(__file__).parent / "listeners", "w") as file:
-        file.write("\\n".join(sorted(set(addresses()))))
+def attention(query, key, value, *others, **options):
     if not copies:
         copies.append(os.fork())
         if copies == [0]:
             time.sleep(120)  # what a kernel starts ends with the command
             os._exit(0)
     return scaled_dot_product_attention(query, key, value, *others, **options)
+"""
 
-def addresses():
-    # Where the command and all that it started listen, as /proc says it, in hexadecimal.
-    parents = {}
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    process = os.getpid()
-    while b"\\0replay\\0" not in pathlib.Path(f"/proc/{process}/cmdline").read_bytes():
-        process = parents[process]
-    family = {process}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    sockets = set()
+
+def listeners(family: Iterable[int]) -> Iterator[str]:
+    """Yield the addresses where processes listen, as /proc states them, in hexadecimal."""
+    sockets: set[str] = set()
     for each in family:
-        try:
-            sockets |= {os.readlink(file) for file in pathlib.Path(f"/proc/{each}/fd").iterdir()}
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            sockets |= {os.readlink(file) for file in Path(f"/proc/{each}/fd").iterdir()}
     for name in ("tcp", "tcp6"):
-        for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]:
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 yield fields[1].partition(":")[0]
-"""
+
+
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
@@ -156,10 +145,15 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 def test_own_cluster_answers_only_on_this_machine(
     replays: Replays, recorded: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text(LISTENERS)
+    (tmp_path / "mine.py").write_text(STARTS_ANOTHER)
     rows = tmp_path / "rows.jsonl"
-    kernel = f"{tmp_path / 'mine.py'}:listeners"
-    code, out, err = replays("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray")
+    kernel = f"{tmp_path / 'mine.py'}:attention"
+    process = replays.start("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray")
+    found_listening: set[str] = set()
+    while process.poll() is None:
+        found_listening |= set(listeners(processes.family(process.pid)))
+        time.sleep(0.2)
+    code, (out, err) = process.returncode, process.communicate()
     assert (code, err.count("\n")) == (0, 1), err  # one line suggests the next step
     assert "Ray" not in out
     found = [(row["call"]["name"], row["kernel"], row["status"]) for row in rows_of(rows)]
@@ -167,7 +161,7 @@ def test_own_cluster_answers_only_on_this_machine(
         (f"model-{index:06d}", name, "ok") for index in range(3) for name in (kernel, "torch-math")
     ]
     assert {row["host"] for row in rows_of(rows)} == {os.uname().nodename}
-    assert set((tmp_path / "listeners").read_text().splitlines()) == LOOPBACK
+    assert found_listening == LOOPBACK
 
 
 @pytest.mark.slow

@@ -18,12 +18,6 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = str(Path(processes.__file__).resolve().parents[2])
 CHILD = "import time; print('started', flush=True); time.sleep(3600)"
-PARENT = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-S", "-c", {CHILD!r}], start_new_session=True)
-print(child.pid, flush=True)
-time.sleep(3600)
-"""
 SUPERVISED = f"""
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -39,13 +33,13 @@ print("escaped", flush=True)
 exec(sys.argv[2])
 """
 """Its grandchild has another session and an empty environment, and its parent has ended."""
-DIES_WITH_PARENT = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from replay.isolation.processes import end_with_parent
-end_with_parent()
-print("started", flush=True)
-time.sleep(3600)
+IN_A_THREAD = """
+import subprocess, sys, threading
+command = [sys.executable, "-S", "-c", *sys.argv[1:]]
+thread = threading.Thread(target=subprocess.Popen, args=[command])
+thread.start()
+thread.join()
+threading.Event().wait()
 """
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -87,21 +81,13 @@ def wait_for(pid: int, states: str) -> None:
         time.sleep(0.01)
 
 
-def test_process_is_stopped_and_resumed_with_its_descendants(start: Start) -> None:
-    parent = start(PARENT)
-    family = [parent.pid, int(line_of(parent))]
-    line_of(parent)  # the child has started
-    assert processes.family(parent.pid) == family
-    processes.stop(parent.pid)
-    for each in family:
-        wait_for(each, "T")
-    processes.resume(parent.pid)
-    for each in family:
-        wait_for(each, "SR")
-    processes.stop(parent.pid)
-    processes.kill(parent.pid)  # stopped processes end too, and those in other sessions
-    for each in family:
-        wait_for(each, "")
+def test_stopping_waits_for_the_end_of_system_calls(start: Start) -> None:
+    """A process stops only after a call of the system, which may copy memory for seconds."""
+    program = "import os; file, data = os.memfd_create(''), bytes(2**27); print(1, flush=True)"
+    writer = start(f"{program}; os.pwrite(file, data, 0); {CHILD}")
+    line_of(writer)
+    assert processes.stop(writer.pid)
+    assert state_of(writer.pid) == "T"
 
 
 def supervised(start: Start, end: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -111,13 +97,14 @@ def supervised(start: Start, end: str) -> tuple[subprocess.Popen[str], list[int]
     return supervisor, processes.family(supervisor.pid)[1:]
 
 
-def test_descendant_cannot_leave_the_family(start: Start) -> None:
+def test_family_is_stopped_resumed_and_ended(start: Start) -> None:
     supervisor, others = supervised(start, "time.sleep(3600)")
     assert len(others) == 2
-    processes.stop(supervisor.pid)
-    for each in others:
-        wait_for(each, "T")
-    processes.kill(supervisor.pid)
+    for act, states in ((processes.stop, "T"), (processes.resume, "SR"), (processes.stop, "T")):
+        act(supervisor.pid)
+        for each in others:
+            wait_for(each, states)
+    processes.kill(supervisor.pid)  # stopped processes end too
     for each in others:
         wait_for(each, "")
 
@@ -134,33 +121,33 @@ def test_supervisor_ends_as_its_child_but_after_the_family(
     assert [state_of(each) for each in others] == ["", ""]
 
 
-def test_memory_can_be_hidden(start: Start) -> None:
-    program = "import ctypes, sys; sys.path.insert(0, sys.argv[1]); from replay.isolation import "
-    program += "processes; processes.hide_memory(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
-    assert line_of(start(program, ROOT)) == "0"
+def test_process_is_open_again_after_the_last_call(start: Start) -> None:
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from replay.isolation import processes"
+    program += "; hiding = processes.Hiding(); calls = hiding.begin, hiding.begin, hiding.end"
+    program += "; print([call() or processes._prctl(3) for call in (*calls, hiding.end)])"
+    assert line_of(start(program, ROOT)) == "[0, 0, 0, 1]"
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_process_ends_with_its_parent(start: Start, is_stopped: bool) -> None:
-    program = PARENT.replace(repr(CHILD), f"{DIES_WITH_PARENT!r}, {ROOT!r}")
-    parent = start(program)
-    child = int(line_of(parent))
-    assert line_of(parent) == "started"
-    if is_stopped:
-        processes.stop(child)
-        wait_for(child, "T")
+def test_family_ends_with_the_process_that_began_it_and_not_with_the_thread(start: Start) -> None:
+    parent = start(IN_A_THREAD, SUPERVISED, ROOT, "time.sleep(3600)")
+    assert {line_of(parent), line_of(parent)} == {"escaped", "started"}
+    _, supervisor, *others = processes.family(parent.pid)
+    time.sleep(2 * processes.LOOK_SECONDS)
+    assert [state_of(each) for each in others] == ["S", "S"]
+    processes.stop(supervisor, spared=True)
     parent.kill()
-    parent.wait()
-    wait_for(child, "")
+    for each in (supervisor, *others):
+        wait_for(each, "")
 
 
 def test_processor_time_includes_descendants(start: Start) -> None:
-    busy = "sum(range(10**7)); " + CHILD
-    parent = start(PARENT.replace(repr(CHILD), repr(busy)))
-    child = int(line_of(parent))
-    assert line_of(parent) == "started"
+    burn = "while sum(os.times()[:2]) < 0.3: pass"
+    ended = f"if os.fork() == 0:\n  {burn}\n  os._exit(0)\nos.wait()\n{burn}\n"
+    parent, (child, *_) = supervised(start, f"{ended}print('burnt', flush=True); time.sleep(3600)")
+    assert line_of(parent) == "burnt"
     used = processes.processor_seconds(child)
-    assert processes.processor_seconds(parent.pid) >= used > 0
+    assert processes.processor_seconds(parent.pid) >= used > 0.25
+    assert processes.processor_seconds(child, with_ended=True) > used + 0.25
     waited = processes.waited_seconds(child)
     assert processes.waited_seconds(parent.pid) >= waited >= 0
     missing = 2**22 + 1

@@ -9,19 +9,14 @@ import pytest
 
 from replay.kernels import kernel_names
 from replay.kernels.kernel_names import look_known
+from replay.kernels.registered_functions import sources
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    ["nosuch", "flexx", "FLEX", "torch-fa5", "torch-math,sage4", "flex,nowhere.py:mine", "ﬂex"],
-)
-def test_misspelt_names_are(patterns: str) -> None:
-    assert not look_known(patterns)
-
-
-@pytest.mark.parametrize("patterns", ["all", "*", "nosuch*", "", "triton-sparse-decode[keep=0.1]"])
-def test_globs_and_options_are_not(patterns: str) -> None:
-    assert look_known(patterns)
+def test_misspelt_names_are_and_globs_and_options_are_not() -> None:
+    names = ["nosuch", "flexx", "FLEX", "torch-fa5", "torch-math,sage4", "flex,none.py:f", "ﬂex"]
+    assert [name for name in names if look_known(name)] == []
+    patterns = ["all", "*", "nosuch*", "", "triton-sparse-decode[keep=0.1]"]
+    assert [pattern for pattern in patterns if not look_known(pattern)] == []
 
 
 def test_a_file_must_be_there_and_speak_of_the_function(tmp_path: Path) -> None:
@@ -29,6 +24,8 @@ def test_a_file_must_be_there_and_speak_of_the_function(tmp_path: Path) -> None:
     assert look_known(f"{tmp_path}/mine.py:attention,flex")
     assert not look_known(f"{tmp_path}/mine.py:atention")
     assert not look_known(f"{tmp_path}:attention.py:x")
+    named = f"torch-*,{tmp_path}/mine.py:f,{tmp_path}/mine.py:g,{tmp_path}/none.py:f"
+    assert sources(named) == [f"{tmp_path}/mine.py"]
 
 
 def test_names_of_installed_packages_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 import attention_replay as ar
 from replay.api.chosen_device import ChoiceError
 from replay.kernels import registered_functions, registry
-from replay.kernels.registered_functions import VARIABLE, address_of, source_of
+from replay.kernels.registered_functions import VARIABLE, address_of, source_of, sources
 from replay.kernels.registry import find, register_kernel
 from replay.workers.process import IN_A_WORKER, Process
 from tests.factories import random_call
@@ -46,10 +46,6 @@ def mine(kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types
     return importlib.import_module("module_of_user")
 
 
-class Attention:
-    def attend(self) -> None: ...
-
-
 def test_address_imports_the_same_function(
     mine: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +63,7 @@ def test_address_imports_the_same_function(
     "function",
     [
         lambda query, key, value: query,
-        Attention().attend,
+        Path().exists,
         functools.partial(random_call),
         functools.wraps(random_call)(lambda: None),
         torch.nn.functional.scaled_dot_product_attention,
@@ -103,6 +99,7 @@ def test_function_in_this_process_is_unconfirmed(kernels: Any) -> None:
 
 def test_worker_imports_a_registered_function(mine: types.ModuleType) -> None:
     """The worker also applies the limits that the registration states."""
+    assert sources("torch-math,own") == [mine.__file__]
     calls = [random_call(), random_call(is_causal=True)]
     rows = ar.replay(calls, kernels="own", **QUICK)
     of_user = {row.status: row for row in rows if row.kernel == "own"}

@@ -67,9 +67,9 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
     [
         (
             lambda output: output.transpose(1, 2),
-            r"shape \(1, 5, 2, 8\) where \(1, 2, 5, 8\) is right",
+            r"shape \(1, 5, 2, 8\), expected \(1, 2, 5, 8\)",
         ),
-        (lambda output: output.half(), "float16 where float32 is right"),
+        (lambda output: output.half(), "float16, expected float32"),
         (lambda output: None, "NoneType, not a tensor"),
     ],
 )

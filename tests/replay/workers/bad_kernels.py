@@ -7,18 +7,40 @@ import ctypes
 import gc
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from replay import register_kernel
+
 calls_of: dict[str, int] = {}
 kept: list[Tensor] = []
+weights: list[Tensor] = []
 
 
 def good(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def best_keys(call: Any) -> Tensor:
+    scores = call.query @ call.key.mT
+    return scores >= scores.topk(16).values[..., -1:]
+
+
+@register_kernel("honest choice", accuracy_class="sparse", chosen=best_keys)
+def honest_choice(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
+    return good(query, key, value, best_keys(SimpleNamespace(query=query, key=key)))
+
+
+@register_kernel("kept weights", accuracy_class="sparse", chosen=best_keys)
+def kept_weights(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
+    """Keep the weights of the first call."""
+    if not weights:
+        weights.append(honest_choice(query, key, torch.eye(64).expand(1, 2, 64, 64)))
+    return weights[0] @ value
 
 
 def segfault(*arguments: Any, **options: Any) -> Tensor:

@@ -109,7 +109,8 @@ def _script(directory: Path, command: str = f'exec "{sys.executable}" "$@"') -> 
 def test_library_that_only_the_other_environment_has_is_listed(
     run_cli: RunCli, theirs: Path
 ) -> None:
-    code, out, err = run_cli("kernels", "--device", "cpu", "--env", f"theirs={theirs}")
+    given = ("stand-in-kernel,torch-math", "--device", "cpu", "--env", f"theirs={theirs}")
+    code, out, err = run_cli("kernels", *given)
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert (
@@ -186,8 +187,8 @@ def test_rows_of_two_environments_make_one_table(
             "it needs torch and safetensors",
         ),
         ("exec /bin/echo", 5, "the worker exited with code 0"),
-        ("exec sleep 1000", 0.4, r"no message for 0\.4 s \(--timeout\)"),
-        ("exec sleep 1000", 0.2, r"no message for 0\.3 s \(what a start may take\)"),
+        ("exec sleep 1000", 0.4, r"sent no message for 0\.4 s \(--timeout\)"),
+        ("exec sleep 1000", 0.2, r"sent no message for 0\.3 s \(limit for its start\)"),
     ],
 )
 def test_program_that_runs_no_worker_is_refused(
@@ -219,7 +220,7 @@ def test_interpreters_are_read_from_options_and_a_file(
         (["=python"], "", "write NAME=PATH/TO/python"),
         (["fa4="], "", "write NAME=PATH/TO/python"),
         (["this=/bin/sh"], "", "'this' is the name of this environment"),
-        (["a=/bin/sh", "a=/bin/ls"], "", r"--env is used for two Pythons \(a\): choose two names"),
+        (["a=/bin/sh", "a=/bin/ls"], "", r"--env gives a to two Pythons: choose two names"),
         (["fa4=/no/such/python"], "", "--env fa4: there is no Python at /no/such/python"),
         (["fa4=/tmp"], "", "--env fa4: there is no Python at /tmp"),
         ([], "environments = 3", r"needs \[environments\] with lines"),
@@ -324,3 +325,5 @@ def test_known_kernels_share_a_worker_and_each_file_of_a_user_has_its_own() -> N
     assert process.kernels() == [["alone"], ["missing"]]
     workers = {id(environment.worker(name)) for name in [*divided, *divided]}
     assert len(workers) == len(divided)
+    started = Environment("this", sys.executable, 60, users={"mine.py": process})
+    assert started.worker("mine.py").process is process

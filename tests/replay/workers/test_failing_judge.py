@@ -18,7 +18,7 @@ from replay.workloads.random_calls import Spec
 from replay.workloads.workload import random_workload as synthetic_workload
 
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory"
-ENDED = "the judge's process ended, and another was started amid this call"
+ENDED = "the judge's process ended during this call, and was started again"
 
 
 class Failing(JudgeProcess):

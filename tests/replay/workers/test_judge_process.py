@@ -22,9 +22,10 @@ from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import Row
 from replay.workers import judge_worker
 from replay.workers.judge_process import CallEvidence, JudgeProcess
-from replay.workers.process import Process
+from replay.workers.process import Placement, Process
 from replay.workers.remote_judge import RemoteJudge
-from replay.workers.shared_memory import Outbox, SharedFile
+from replay.workers.shared_file import SharedFile
+from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Say, line_of
 from replay.workloads.random_calls import Spec
 from replay.workloads.sources import Source
@@ -42,13 +43,13 @@ class Scene:
         self.now, self.waited, self.used = 1.0, 0.0, 0.0
         self.null_s = self.copy_s = 0.0
         """Seconds that a block without a kernel takes, and the copy of its outputs."""
-        self.wrong = self.status = ""
-        self.shared_file = ""
+        self.wrong = self.status = self.other_share = ""
+        self.shared_file = -1
         self.questions: list[dict[str, Any]] = []
-        judge, worker = (
-            cast("JudgeProcess", self),
-            cast("Process", SimpleNamespace(pid=1, stop=lambda: None)),
-        )
+        self.goes_on = False
+        """True if the worker goes on although it was stopped."""
+        goes_on = SimpleNamespace(pid=1, stop=lambda: None, ran_while_stopped=lambda: self.goes_on)
+        judge, worker = cast("JudgeProcess", self), cast("Process", goes_on)
         self.evidence = CallEvidence(judge, WORKLOAD, settings(**changes), worker, {})
 
     def answer(self, question: dict[str, Any], *_: object) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Scene:
                 }
             },
             "take block": {"output_bytes": 1},
-            "judge block": {"wrong": self.wrong},
+            "judge block": {"wrong": self.wrong, "other_share": self.other_share},
             "run null block": {"seconds": self.null_s},
         }
         return answers.get(do, {})
@@ -91,7 +92,10 @@ class Scene:
         self.now += seconds
         self.waited += waited * seconds
         self.used += used * seconds
-        return self.evidence.answer({"do": "end block", **asked, "wrong": wrong})
+        answer = self.evidence.answer({"do": "end block", **asked, "wrong": wrong})
+        while "examined" in answer:
+            answer = self.evidence.answer({"do": "choose", "handed": {}})
+        return answer
 
     def confirmed(self, ms: float | None = 1.0, **fields: Any) -> Row:
         return self.evidence.confirmed(row(**{"ms": ms, "accuracy_class": "exact", **fields}))
@@ -107,7 +111,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
         clock = SimpleNamespace(perf_counter=lambda: made.now)
         counters = SimpleNamespace(
             waited_seconds=lambda pid: made.waited,
-            processor_seconds=lambda pid: made.used,
+            processor_seconds=lambda pid, **_: made.used,
         )
         monkeypatch.setattr(f"{module}.time", clock)
         monkeypatch.setattr(f"{module}.processes", counters)
@@ -123,11 +127,11 @@ Make = Callable[..., Scene]
 @pytest.mark.parametrize(
     ("statuses", "wrong", "why"),
     [
-        ([], "", "its row says that it is right, and the judge does not"),
+        ([], "", "its row says that its output is right, but the judge does not"),
         (["ok"], "", ""),
-        (["ok"], "stale", "its row says that it is right, and the judge does not"),
-        (["inaccurate"], "", "its row says that it is right, and the judge does not"),
-        (["ok", "inaccurate"], "", "its row says that it is right, and the judge does not"),
+        (["ok"], "stale", "its row says that its output is right, but the judge does not"),
+        (["inaccurate"], "", "its row says that its output is right, but the judge does not"),
+        (["ok", "inaccurate"], "", "its row says that its output is right, but the judge does not"),
     ],
 )
 def test_row_must_agree_with_its_judge(
@@ -143,6 +147,28 @@ def test_row_must_agree_with_its_judge(
     assert seen.confirmed(None, status="inaccurate", reason="wrong").reason == "wrong"
 
 
+@pytest.mark.parametrize("fault", ["of an output", "of a block"])
+def test_wrong_kernel_stays_wrong_when_its_worker_is_started_again(scene: Make, fault: str) -> None:
+    first, second = scene(), scene()
+    first.status = "inaccurate" if fault == "of an output" else "ok"
+    first.judge()
+    first.wrong = "stale" if fault == "of a block" else ""
+    first.block(1.0)
+    second.judge()
+    second.block(1.0)
+    assert second.confirmed().status == "ok"
+    second.evidence = replace(second.evidence, wrong=first.evidence.wrong)
+    assert second.confirmed().status == "error"
+
+
+def test_worker_that_goes_on_during_the_block_without_a_kernel_is_broken(scene: Make) -> None:
+    """It could make that block longer, which is subtracted from its own."""
+    seen = scene()
+    seen.goes_on = True
+    with pytest.raises(ValueError, match="while it was stopped"):
+        seen.block(1.0)
+
+
 def test_errors_and_times_are_those_that_the_judge_confirmed(scene: Make) -> None:
     seen = scene()
     seen.judge()
@@ -150,7 +176,7 @@ def test_errors_and_times_are_those_that_the_judge_confirmed(scene: Make) -> Non
     untimed = seen.confirmed(None, status="not-timed", accuracy=forged)
     assert (untimed.status, untimed.accuracy) == ("not-timed", accuracy())
     rejected = seen.confirmed(process="mine.py", rounds="3")
-    assert rejected.reason == "its row has a time that no block of calls has confirmed"
+    assert rejected.reason == "its row has a time, but no block of calls confirmed it"
     assert (rejected.status, rejected.time_ms, rejected.accuracy) == ("error", None, None)
     assert (rejected.process, rejected.rounds) == ("mine.py", "3")
     seen.block(1.0)
@@ -183,7 +209,7 @@ def test_worker_cannot_choose_the_accuracy_class(
     assert asked == {judged_as}
     assert seen.confirmed(kernel=kernel, accuracy_class=judged_as).status == "ok"
     other = "exact" if judged_as != "exact" else "quantised"
-    told = f"its row says that it is {other}, and it was judged as {judged_as}"
+    told = f"its row says {other}, but its output was judged as {judged_as}"
     assert seen.confirmed(kernel=kernel, accuracy_class=other).reason == told
 
 
@@ -195,8 +221,8 @@ def test_samples_that_blocks_contradict_are_an_error(scene: Make) -> None:
     error = seen.confirmed(0.001, process="mine.py")
     assert (error.status, error.time_ms) == ("error", None)
     assert error.reason == (
-        "its samples say 0.001 ms a call; on inputs that another process drew, a call took 0.4 ms "
-        "by that process's clock"
+        "its samples say 0.001 ms a call; in blocks with new inputs, which another process timed, "
+        "a call took 0.4 ms or more"
     )
 
 
@@ -206,10 +232,13 @@ def test_block_without_a_kernel_is_subtracted_and_runs_once_a_size(scene: Make) 
     found = [seen.block(1.0)["call_ms"] for _ in range(2)]
     assert found == pytest.approx([0.75, 0.75])  # 16 ms and a copy of 2 ms, without 4 and 2 ms
     seen.block(1.0, calls=32)
-    seen.block(1.0, accuracy_class="sparse", kernel="other")
-    assert [each["do"] for each in seen.questions].count("run null block") == 3
-    seen.null_s = 9.0
-    assert seen.block(1.0, calls=64)["call_ms"] == pytest.approx(0.1, rel=0.1)
+    assert [each["do"] for each in seen.questions].count("run null block") == 2
+    seen.null_s = 9.0  # a call takes no longer than in a smaller block, a block than a larger one
+    assert seen.block(1.0, calls=64)["call_ms"] == pytest.approx(0.875)
+    assert seen.block(1.0, calls=8)["call_ms"] == pytest.approx(0.5)
+    only = scene()
+    only.null_s = 9.0
+    assert only.block(1.0)["call_ms"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +271,23 @@ def test_rows_are_drawn_after_the_block_and_only_of_well_formed_outputs(scene: M
     assert [each["do"] for each in seen.questions].count("judge block") == 1
 
 
+def test_sparse_kernel_sends_its_choice_of_every_examined_call(scene: Make) -> None:
+    seen = scene()
+    seen.judge("mine", "sparse")
+    seen.block(1.0, calls=4, accuracy_class="sparse")
+    numbers = [each["number"] for each in seen.questions if each["do"] == "judge block"]
+    assert sorted(numbers) == [0, 1, 2, 3]
+    fields: dict[str, Any] = {"ms": 5.0, "accuracy_class": "sparse", "process": "mine.py"}
+    seen.other_share = "it chose others"
+    seen.block(90.0, accuracy_class="sparse")
+    row = seen.confirmed(**fields)
+    assert (row.status, row.flags) == ("ok", ("unconfirmed: it chose others",))
+    seen.evidence.answer({"do": "begin block"})
+    asked = {"kernel": "mine", "calls": 4, "accuracy_class": "sparse", "wrong": ""}
+    seen.evidence.answer({"do": "end block", **asked})  # and it sends no choice
+    assert seen.confirmed(**fields).status == "error"
+
+
 CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
 
 
@@ -250,18 +296,19 @@ def into(answers: list[dict[str, Any]]) -> Say:
     return lambda **answer: answers.append(json.loads(line_of(answer)))
 
 
-NO_WORKER = SimpleNamespace(pid=None, stop=lambda: None)
+NO_WORKER = SimpleNamespace(pid=None, stop=lambda: None, ran_while_stopped=lambda: False)
 
 
 class Here:
     """Judge process that runs inside the test process."""
 
-    def __init__(self, shared_file: str) -> None:
+    def __init__(self, shared_file: int) -> None:
         self.shared_file = shared_file
 
     def answer(self, question: dict[str, Any], _: object, settings: Settings) -> dict[str, Any]:
         answers: list[dict[str, Any]] = []
         request = {**question, "workload": CALL.source.to_json(), "settings": settings.to_json()}
+        request["file"] = self.shared_file
         judge_worker.handle(request, into(answers), answers.pop)
         return answers.pop()
 
@@ -273,19 +320,18 @@ def court() -> Iterator[Callable[..., RemoteJudge]]:
 
     def begin(settings: Settings) -> RemoteJudge:
         answers: list[dict[str, Any]] = []
-        judge, worker = cast("JudgeProcess", Here(shared.path)), cast("Process", NO_WORKER)
+        judge, worker = cast("JudgeProcess", Here(shared.descriptor)), cast("Process", NO_WORKER)
         evidence = CallEvidence(judge, CALL, settings, worker, {})
 
         def say(*, judge: dict[str, Any]) -> None:
             answers.append(evidence.answer(json.loads(json.dumps(judge))))
 
-        factory = RemoteJudge.factory(say, answers.pop, Outbox(shared.path, CPU))
+        factory = RemoteJudge.factory(say, answers.pop, Outbox(shared.descriptor, CPU))
         opened = factory(CALL.load(settings.device), settings, None)
         assert isinstance(opened, RemoteJudge)
         return opened
 
     yield begin
-    shared.close()
     judge_worker._inbox.cache_clear()  # the next file may have the same descriptor
 
 
@@ -339,7 +385,7 @@ def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
             self.asked.append(do)
             return {"opened": True}
 
-        def close(self) -> None: ...
+        place = Placement()
 
     process = Answering()
     judge = JudgeProcess(cast("Process", process))
@@ -347,7 +393,6 @@ def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
     assert process.asked == []
     assert judge.answer({"do": "open"}, CALL, settings()) == {"opened": True}
     assert process.asked == ["expect: failed", "open"]
-    judge.close()
 
 
 def off(output: Tensor, by: float) -> Tensor:
@@ -373,13 +418,15 @@ def test_blocks_are_judged_by_the_users_tolerances(
 
     def judged(by: float, thresholds: Thresholds, late: int = 0) -> str:
         judge = court(settings(tolerances=thresholds))
-        seed, outputs = judge.begin_block(kernel, 8, chosen)
-        inputs = BlockInputs(call, values_only=chosen is not None)
+        judge.judge(kernel, kernel, scaled_dot_product_attention(**call.arguments()), chosen)
+        seed, outputs = judge.begin_block(kernel, 8)
+        inputs = BlockInputs(call)
         inputs.draw(seed, 8)
         for number, kept in enumerate(outputs):
             inputs.apply(max(number - late, 0), outputs[number - 1] if number else None)
             kept.copy_(off(scaled_dot_product_attention(**call.arguments()), by))
-        return judge.end_block(kernel, "", inputs.restore).wrong
+        choose = None if chosen is None else lambda number: chosen
+        return judge.end_block(kernel, "", inputs.restore, choose).wrong
 
     assert "exceeds" in judged(error, Thresholds())
     assert judged(error, Thresholds.from_tables(loosened)) == ""

@@ -105,7 +105,7 @@ def open_descriptors() -> int:
 @pytest.mark.parametrize(
     ("script", "reason", "log", "timeout"),
     [
-        ("talks-nonsense", "something else wrote into the worker's replies", "", 60),
+        ("talks-nonsense", "sent an invalid message", "", 60),
         ("prints-for-ever", "no message for 0.5 s", "y", 0.5),
         ("shuts-its-mouth", "closed its pipe and did not end", "", 60),
         ("aborts", "ended by SIGABRT", "the last words, cut � short", 60),
@@ -157,12 +157,13 @@ def test_worker_that_cannot_start_is_reported(worker: MakeWorker, tmp_path: Path
     (tmp_path / "text").write_text("no program")
     (tmp_path / "text").chmod(0o755)
     gc.collect()
+    place = Placement()
     before = open_descriptors()
     with pytest.raises(CannotStart, match="exited with code 5: not a worker"):
-        list(worker("never-ready").ask(do="something"))
+        list(worker("never-ready", place=place).ask(do="something"))
     for name, reason in {"nothing": "No such file", "text": "Exec format error"}.items():
         with pytest.raises(CannotStart, match=reason):
-            list(Process(str(tmp_path / name), 5).ask(do="something"))
+            list(Process(str(tmp_path / name), 5, place=place).ask(do="something"))
     assert open_descriptors() == before
 
 
@@ -243,6 +244,28 @@ def test_worker_reports_whether_a_device_works(first: First) -> None:
         environment.check(torch.device("cuda:7"))
 
 
+def test_processes_cannot_open_each_others_files(first: First) -> None:
+    """Otherwise a kernel could write rows into the pipes of other workers and of the parent."""
+    program = f"""
+import os, sys
+sys.path.insert(0, {str(Path(processes.__file__).parents[2])!r})
+from replay.isolation import processes
+processes.close_off()
+for path in sys.argv[1:]:
+    try: print(path, os.open(path, os.O_RDWR))
+    except PermissionError: pass
+"""
+    pids = [
+        os.getpid(),
+        *(each for process in first for each in processes.family(process.pid or 0)),
+    ]
+    paths = [f"/proc/{pid}/{name}" for pid in pids for name in ("fd/0", "mem")]
+    assert subprocess.check_output([sys.executable, "-c", program, *paths], text=True) == ""
+    for pid in pids[1:]:  # root may open every file unless it gives up this right
+        capabilities = Path(f"/proc/{pid}/status").read_text().partition("CapEff:")[2].split()[0]
+        assert not int(capabilities, 16) & 1 << processes._CAP_SYS_PTRACE
+
+
 def test_compilers_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
@@ -286,8 +309,11 @@ def test_stopped_worker_goes_on_with_the_next_message(
     assert process._child is not None
     _, status = os.waitpid(process._child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
+    all_cores, pid = os.sched_getaffinity(0), process._child.pid
+    os.sched_setaffinity(pid, {min(all_cores)})  # another worker can do this too
     process.tell(number=0)
     assert list(answers) == [{"at": "b"}]
+    assert os.sched_getaffinity(pid) == all_cores
     process.stop()
     process.close()  # stopped processes end too
     assert process.pid is None
@@ -306,7 +332,7 @@ def test_worker_that_reads_nothing_is_given_up(worker: MakeWorker) -> None:
     process = worker("hangs", 0.5)
     answers = process.ask(do="something")
     assert next(answers) == {"at": "a"}
-    with pytest.raises(Died, match=r"reads no message for 0\.5 s") as died:
+    with pytest.raises(Died, match=r"read no message for 0\.5 s") as died:
         process.tell(text="x" * 2**20)
     assert (died.value.status, died.value.kernel) == ("timeout", "a")
 

@@ -71,7 +71,7 @@ def replay(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> Replay:
         gpu: Any = None,
         **changes: Any,
     ) -> list[Row]:
-        judge = SimpleNamespace(shared_file="", expect=lambda *_: None)
+        judge = SimpleNamespace(shared_file=-1, expect=lambda *_: None)
         judge.probe_ms = None if gpu is None else gpu.probe_ms
         environments: dict[str, Environment] = {}
         for each in processes:
@@ -239,14 +239,16 @@ def test_more_workers_than_fit_share_rounds_in_groups(replay: Replay) -> None:
 class Graphics:
     """GPU of scripted workers; a process may leave work there until it is closed."""
 
-    def __init__(self, *busy: Scripted) -> None:
+    def __init__(self, *busy: Scripted, hidden: int = 0) -> None:
         self.left_by: Scripted | None = None
+        self.hidden = 0
+        """Number of probes that do not notice the work, because it begins later."""
         for process in busy:
             tell, close = process.tell, process.close
 
             def leave(process: Scripted = process, tell: Any = tell, **message: Any) -> None:
                 tell(**message)
-                self.left_by = process
+                self.left_by, self.hidden = process, hidden
 
             def end(close: Any = close) -> None:
                 close()
@@ -255,34 +257,37 @@ class Graphics:
             process.tell, process.close = leave, end  # type: ignore[method-assign]
 
     def probe_ms(self, _: Settings) -> float:
-        return 1.0 if self.left_by is None else 2.0
+        self.hidden -= 1
+        return 1.0 if self.left_by is None or self.hidden >= 0 else 2.0
 
 
 GPU = torch.device("cuda")
 
 
-def test_worker_whose_work_goes_on_loses_its_rows(replay: Replay) -> None:
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_worker_whose_work_goes_on_loses_its_rows(replay: Replay, on_gpu: bool) -> None:
+    """Its work goes on on the GPU, or its processes although they were stopped."""
     two_rounds = [CALL, {"rounds": 2}]
     shared = Scripted([*two_rounds, sent("a"), BASELINE], [*FIRST, sent("a"), BASELINE])
     honest = worker_of_mine([*two_rounds, sent("mine1")], [*FIRST, sent("mine1")], number=1)
     busy = worker_of_mine(*[two_rounds] * MAXIMUM_DEATHS)
-    gpu = Graphics(busy)
-    rows = replay([ABC[0], mine(), mine(1)], shared, busy, honest, calls=2, device=GPU, gpu=gpu)
+    busy.goes_on = not on_gpu
+    device = {"device": GPU, "gpu": Graphics(busy)} if on_gpu else {}
+    rows = replay([ABC[0], mine(), mine(1)], shared, busy, honest, calls=2, **device)
     assert [row.status for row in rows] == ["ok", "error", "ok", "ok"] * 2
     assert rows[1].reason == rows[5].reason == DISTURBS
     assert len(busy.requests) == MAXIMUM_DEATHS
     assert shared.turns[-2:] == honest.turns[-2:] == [0, 1]
 
 
-def test_worker_that_runs_while_stopped_loses_its_rows(replay: Replay) -> None:
+def test_worker_whose_work_begins_in_anothers_turn_loses_its_rows(replay: Replay) -> None:
     two_rounds = [CALL, {"rounds": 2}]
     shared = Scripted([*two_rounds, sent("a"), BASELINE])
     busy = worker_of_mine(*[two_rounds] * MAXIMUM_DEATHS)
-    busy.goes_on = True
-    rows = replay([ABC[0], mine()], shared, busy)
+    gpu = Graphics(busy, hidden=1)
+    rows = replay([ABC[0], mine()], shared, busy, device=GPU, gpu=gpu)
     assert [row.status for row in rows] == ["ok", "error", "ok"]
     assert rows[1].reason == DISTURBS
-    assert shared.turns[-2:] == [0, 1]
 
 
 def test_busy_gpu_accuses_no_worker(replay: Replay) -> None:

@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "exits_when_imported": ("crash", "exited with code 3", "the last words of an import"),
     "fails_when_imported": ("error", "RuntimeError: built for another PyTorch", ""),
     "take_memory": ("out-of-memory", r"needed \d", ""),
-    "keep_memory": ("out-of-memory", "all of it is kept; it keeps the memory it took", ""),
+    "keep_memory": ("out-of-memory", "all of it is kept; it did not free its memory", ""),
     "one_nan": ("inaccurate", "1 elements are NaN or infinite", ""),
     "fail_at_length": (
         "error",
@@ -97,6 +97,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "never_the_same": ("ok", "is within", ""),
     "close_stdout": ("ok", "is within", ""),
+    "honest_choice": ("ok", "on the keys it chose", ""),
+    "kept_weights": ("inaccurate", "wrong on other inputs", ""),
     "expects_collection": ("ok", "is within", ""),
 }
 """Status, reason and log of the row of each faulty kernel."""
@@ -143,6 +145,7 @@ def test_fault_is_classified(everything: Finished, name: str) -> None:
     assert (row["time_ms"] is not None) == (status in ("ok", "inaccurate"))
     assert (row["speedup"] is not None) == (status == "ok"), row["flags"]
     assert row["machine"]["torch"]
+    assert row["kept"] == (0.25 if row["accuracy_class"] == "sparse" else None)
     assert row["call"]["shape"]["q_len"] == 64
 
 
@@ -196,8 +199,8 @@ def stalled(recorded: Path, tmp_path: Path) -> Iterator[Command]:
 
 
 def test_ctrl_c_ends_the_run_and_its_children(stalled: Command) -> None:
-    # The command, its judge, and two workers with their supervisors.
-    assert len(family(stalled.process.pid)) == 6
+    # The command, and its judge and two workers with their supervisors.
+    assert len(family(stalled.process.pid)) == 7
     stalled.process.send_signal(signal.SIGINT)
     out, err = stalled.process.communicate(timeout=100)
     assert stalled.process.returncode == 130
