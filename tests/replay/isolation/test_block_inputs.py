@@ -16,6 +16,7 @@ from replay.accuracy.thresholds import ExactThresholds
 from replay.accuracy.verdict import Expected
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
+from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call
 from tests.variant_calls import CALLS as BEYOND_SDPA
 from tests.variant_calls import LIBRARY_CALLS, mla_call
@@ -59,11 +60,25 @@ def _same(call: AttentionCall, tensors: dict[str, Tensor]) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in call.tensors().items())
 
 
+def _block(call: AttentionCall, calls: int, kernel: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the outputs of a block of calls."""
+    inputs, outputs = BlockInputs(call), []
+    inputs.draw(5, calls)
+    for number in range(calls):
+        inputs.apply(number, outputs[-1] if outputs else None)
+        outputs.append(kernel())
+    inputs.restore()
+    return outputs
+
+
+def _judged(call: AttentionCall, accuracy_class: AccuracyClass, outputs: list[Tensor]) -> str:
+    return LocalJudge(call).judge_block("kernel", accuracy_class, 5, outputs, 8, None)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_every_output_row_changes_from_call_to_call(name: str) -> None:
-    call = CALLS[name]
-    inputs, recorded, other = BlockInputs(call), _copies(call), call.to("cpu")
-    others = BlockInputs(other)
+    call, other = CALLS[name], CALLS[name].to("cpu")
+    inputs, others, recorded = BlockInputs(call), BlockInputs(other), _copies(call)
     last, changed, output = Expected.of(call), [], None
     inputs.draw(3, 6)
     others.draw(3, 6)
@@ -87,17 +102,10 @@ def test_every_output_row_changes_from_call_to_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_judge_of_a_block_accepts_right_outputs_and_rejects_late_ones(name: str) -> None:
-    call = CALLS[name]
-    inputs, recorded, outputs = BlockInputs(call), _copies(call), []
-    inputs.draw(3, 4)
-    for number in range(4):
-        inputs.apply(number, outputs[-1] if outputs else None)
-        outputs.append(same_dtype(call)[0])
-    inputs.restore()
-    judge = LocalJudge(call)
-    assert judge.judge_block("kernel", "exact", 3, outputs, 8, None) == ""
-    late = [*outputs[1:], outputs[0]]
-    assert judge.judge_block("kernel", "exact", 3, late, 8, None)
+    call, recorded = CALLS[name], _copies(CALLS[name])
+    outputs = _block(call, 4, lambda: same_dtype(call)[0])
+    assert _judged(call, "exact", outputs) == ""
+    assert _judged(call, "exact", [*outputs[1:], outputs[0]])
     assert _same(call, recorded)
 
 
@@ -130,21 +138,16 @@ REPAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("accuracy_class", ["exact", "quantised"])
 @pytest.mark.parametrize("repair", [*REPAIRS, "cached softmax"])
-def test_repaired_old_output_is_wrong(repair: str, accuracy_class: str) -> None:
+def test_repaired_old_output_is_wrong(repair: str, accuracy_class: AccuracyClass) -> None:
     call = random_call(q_heads=4, kv_heads=2, q_len=64, kv_len=128, head_dim=64, dtype=HALF)
-    inputs, old, outputs = BlockInputs(call), attention(call, torch.float32), []
-    query = call.query.clone()
-    inputs.draw(5, 4)
-    for number in range(4):
-        inputs.apply(number, outputs[-1] if outputs else None)
-        right = attention(call, torch.float32)
+    old, query = attention(call, torch.float32), call.query.clone()
+
+    def repaired() -> Tensor:
         if repair == "cached softmax":
-            outputs.append(attention(replace(call, query=query), torch.float32).to(HALF))
-        else:
-            outputs.append(REPAIRS[repair](old, right).to(HALF))
-    inputs.restore()
-    judge = LocalJudge(call)
-    assert judge.judge_block("kernel", accuracy_class, 5, outputs, 8, None)  # type: ignore[arg-type]
+            return attention(replace(call, query=query), torch.float32).to(HALF)
+        return REPAIRS[repair](old, attention(call, torch.float32)).to(HALF)
+
+    assert _judged(call, accuracy_class, _block(call, 4, repaired))
 
 
 def _eight_bit(tensor: Tensor) -> Tensor:
@@ -155,25 +158,23 @@ def _eight_bit(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("accuracy_class", ["exact", "quantised"])
 @pytest.mark.parametrize("kept", ["key", "value", ""])
 @pytest.mark.parametrize("q_len", [1, 100])
-def test_kept_conversion_of_an_input_is_stale(q_len: int, kept: str, accuracy_class: str) -> None:
+def test_kept_conversion_of_an_input_is_stale(
+    q_len: int, kept: str, accuracy_class: AccuracyClass
+) -> None:
     call = random_call(q_heads=4, kv_heads=2, q_len=q_len, kv_len=500, head_dim=64, dtype=HALF)
-    inputs, outputs = BlockInputs(call), []
 
     def converted(name: str) -> Tensor:
-        eight_bit = accuracy_class == "quantised" or name == kept
-        return (
-            _eight_bit(getattr(call, name).float()).to(HALF) if eight_bit else getattr(call, name)
-        )
+        tensor: Tensor = getattr(call, name)
+        is_eight_bit = accuracy_class == "quantised" or name == kept
+        return _eight_bit(tensor.float()).to(HALF) if is_eight_bit else tensor
 
     old = {kept: converted(kept)} if kept else {}
-    inputs.draw(5, 16)
-    for number in range(16):
-        inputs.apply(number, outputs[-1] if outputs else None)
+
+    def stale() -> Tensor:
         now = call.with_tensors({name: converted(name) for name in ("key", "value")} | old)
-        outputs.append(attention(now, torch.float32).to(HALF))
-    inputs.restore()
-    wrong = LocalJudge(call).judge_block("kernel", accuracy_class, 5, outputs, 8, None)  # type: ignore[arg-type]
-    assert bool(wrong) == bool(kept)
+        return attention(now, torch.float32).to(HALF)
+
+    assert bool(_judged(call, accuracy_class, _block(call, 16, stale))) == bool(kept)
 
 
 def test_calls_of_a_block_cannot_be_computed_together() -> None:
@@ -186,9 +187,7 @@ def test_calls_of_a_block_cannot_be_computed_together() -> None:
         bits = same_dtype(call)[0].view(torch.int16) & ~1
         outputs.append(bits.view(HALF))
     inputs.restore()
-    assert (
-        "call 0" not in LocalJudge(call).judge_block("kernel", "exact", 5, outputs, 8, None) != ""
-    )
+    assert "call 0" not in _judged(call, "exact", outputs) != ""
 
 
 def test_8_bit_keys_beside_a_massive_activation_stay_right() -> None:
@@ -199,27 +198,22 @@ def test_8_bit_keys_beside_a_massive_activation_stay_right() -> None:
     call.key[:, :, 0, 7] += 40
     call.query[..., 3] /= 20
     call.query[..., 7] += 3
-    inputs, outputs = BlockInputs(call), []
-    inputs.draw(5, 20)
-    for number in range(20):
-        inputs.apply(number, outputs[-1] if outputs else None)
+
+    def eight_bit() -> Tensor:
         key = call.key.float() - call.key.float().mean(2, keepdim=True)
         value = to_fp8(call.value.float(), call.value.float().abs().amax(2, keepdim=True))
-        scale = key.abs().amax((2, 3), keepdim=True) / 127
-        eight_bit = replace(call, key=(key / scale).round() * scale, value=value)
-        outputs.append(attention(eight_bit, torch.float32).to(HALF))
-    inputs.restore()
-    assert LocalJudge(call).judge_block("kernel", "quantised", 5, outputs, 8, None) == ""
+        return attention(replace(call, key=_eight_bit(key), value=value), torch.float32).to(HALF)
+
+    assert _judged(call, "quantised", _block(call, 20, eight_bit)) == ""
 
 
 def test_float8_cache_is_changed_and_restored() -> None:
     call = random_call(q_len=100, kv_len=64)
-    call = call.with_tensors(
-        {n: getattr(call, n).to(torch.float8_e4m3fn) for n in ("key", "value")}
-    )
-    recorded, inputs = _copies(call), BlockInputs(call)
+    kept = {name: getattr(call, name).to(torch.float8_e4m3fn) for name in ("key", "value")}
+    call = call.with_tensors(kept)
+    recorded, inputs = {name: tensor.float() for name, tensor in kept.items()}, BlockInputs(call)
     inputs.draw(3, 2)
     inputs.apply(1, None)
-    assert not torch.equal(call.value.float(), recorded["value"].float())
+    assert not torch.equal(call.value.float(), recorded["value"])
     inputs.restore()
-    assert all(torch.equal(getattr(call, n).float(), recorded[n].float()) for n in ("key", "value"))
+    assert all(torch.equal(getattr(call, name).float(), recorded[name]) for name in recorded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,6 +123,14 @@ def test_supervisor_ends_as_its_child_but_after_the_family(
     assert [state_of(each) for each in others] == ["", ""]
 
 
+def test_worker_ends_with_its_supervisor(start: Start) -> None:
+    """A kernel can end the supervisor, which leaves only the worker's descendants."""
+    supervisor, (child, orphan) = supervised(start, "time.sleep(3600)")
+    supervisor.kill()
+    wait_for(child, "")
+    os.kill(orphan, signal.SIGKILL)
+
+
 def test_process_is_open_again_after_the_last_call(start: Start) -> None:
     program = "import sys; sys.path.insert(0, sys.argv[1]); from replay.isolation import processes"
     program += "; hiding = processes.Hiding(); calls = hiding.begin, hiding.begin, hiding.end"
@@ -151,5 +161,4 @@ def test_processor_time_includes_descendants(start: Start) -> None:
     waited = processes.waited_seconds(child)
     assert processes.waited_seconds(parent.pid) >= waited >= 0
     missing = 2**22 + 1
-    assert processes.processor_seconds(missing) == 0
-    assert processes.waited_seconds(missing) == 0
+    assert processes.processor_seconds(missing) == processes.waited_seconds(missing) == 0

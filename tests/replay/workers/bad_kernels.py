@@ -49,27 +49,22 @@ def segfault(*arguments: Any, **options: Any) -> Tensor:
     raise AssertionError("still here")
 
 
-def fork_and_return(*arguments: Any, **options: Any) -> Tensor:
-    """Fork once; both the parent and the child return."""
-    calls_of["fork"] = calls_of.get("fork", 0) + 1
-    if calls_of["fork"] == 2:
-        os.fork()
-    return good(*arguments, **options)
+def disturb(*arguments: Any, **options: Any) -> Tensor:
+    """Close stdout, make pipes non-blocking, so that reads return no data, and fork once.
 
-
-def stop_waiting(*arguments: Any, **options: Any) -> Tensor:
-    """Make this process's pipes non-blocking, so that reads return no data."""
+    Garbage collection must be on after PyTorch's import, and ignore PyTorch's objects.
+    """
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000
+    sys.stdout.close()
+    print("stdout must stay open")
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             os.set_blocking(descriptor, False)
+    calls_of["disturb"] = calls_of.get("disturb", 0) + 1
+    if calls_of["disturb"] == 2:
+        os.fork()  # both processes return
     return good(*arguments, **options)
-
-
-def take_memory(*arguments: Any, **options: Any) -> Tensor:
-    """Allocate memory that counts as used but costs nothing, because it is never touched."""
-    taken = []
-    while True:
-        taken.append(torch.empty(2**30, dtype=torch.uint8))
 
 
 def keep_memory(*arguments: Any, **options: Any) -> Tensor:
@@ -81,28 +76,6 @@ def keep_memory(*arguments: Any, **options: Any) -> Tensor:
         except RuntimeError:
             size //= 2
     raise MemoryError("all of it is kept")
-
-
-def one_nan(*arguments: Any, **options: Any) -> Tensor:
-    output = good(*arguments, **options)
-    output[0, 0, 0, 0] = float("nan")
-    return output
-
-
-def fail_at_length(*arguments: Any, **options: Any) -> Tensor:
-    raise ValueError("größer \x1b[31m \udc80 " + "x" * 2**20)
-
-
-def close_stdout(*arguments: Any, **options: Any) -> Tensor:
-    sys.stdout.close()
-    return good(*arguments, **options)
-
-
-def expects_collection(*arguments: Any, **options: Any) -> Tensor:
-    """Check that garbage collection is on after PyTorch's import, and ignores PyTorch's objects."""
-    assert gc.isenabled()
-    assert gc.get_freeze_count() > 100_000
-    return good(*arguments, **options)
 
 
 def never_the_same(*arguments: Any, **options: Any) -> Tensor:

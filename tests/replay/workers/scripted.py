@@ -18,8 +18,7 @@ class Scripted:
     `dies_at` is the turn in which the process dies.
     """
 
-    python = "python"
-    pid = None
+    python, pid = "python", None
 
     def __init__(self, *scripts: Script, environment: str = "this", name: str = "") -> None:
         self.environment, self.name = environment, name
@@ -27,11 +26,11 @@ class Scripted:
         self.requests: list[dict[str, Any]] = []
         self.turns: list[int] = []
         self.after_another: list[bool] = []
-        self.closed_after: list[int] = []
-        """Number of requests before each closing of the process."""
-        self.is_running, self.is_closed = False, True
+        self.is_running, self.is_closed, self.closings = False, True, 0
         self.goes_on = False
         """True if the process goes on although it was stopped."""
+        self.left_work, self.probes = False, 0
+        """True from a message to the closing of the process; probes since the last message."""
         self.others: list[Scripted] = []
         """Processes that must not run while this process runs."""
 
@@ -41,18 +40,18 @@ class Scripted:
         for message in self.scripts.pop(0):
             if isinstance(message, Exception):
                 raise message
-            dies_at = message.get("dies_at")
             yield {name: value for name, value in message.items() if name != "dies_at"}
             while "rounds" in message and "number" in self._told:
                 self.turns.append(self._told["number"])
                 self.after_another.append(self._told["after_another"])
-                if self.turns[-1] == dies_at:
+                if self.turns[-1] == message.get("dies_at"):
                     raise died(message.get("at", "mine"))
                 yield {"taken": True, "enough": False}
 
     def tell(self, **message: Any) -> None:
         self._run()
         self._told = message
+        self.left_work, self.probes = True, 0
 
     def _run(self) -> None:
         self.is_running, self.is_closed = True, False
@@ -65,8 +64,8 @@ class Scripted:
         return self.goes_on and not self.is_closed
 
     def close(self) -> None:
-        self.is_running, self.is_closed = False, True
-        self.closed_after.append(len(self.requests))
+        self.closings += not self.is_closed
+        self.is_running, self.is_closed, self.left_work = False, True, False
 
     def broken(self, reason: str) -> Died:
         return died("")

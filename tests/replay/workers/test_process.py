@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import subprocess
@@ -35,16 +34,12 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="counts processes in /proc, and limits memory as Linux does"
 )
 
-
-BAD = Path(__file__).with_name("bad_kernels.py")
 SCRIPTS = {
     "talks-nonsense": "say(ready=True); receive(); os.write(replies, b'nonsense\\n'); rest()",
     "dies-idle": "say(ready=True); receive(); say(at='a'); say(done=True); os._exit(4)",
     "slow-and-partial": (
         "say(ready=True); receive(); line = b'{\"at\": \"' + 'é'.encode() * 10**6 + b'\"}\\n'\n"
-        "for piece in (line[:7], line[7:100001], line[100001:]):\n"
-        "    time.sleep(0.1)\n"
-        "    while piece: piece = piece[os.write(replies, piece):]\n"
+        "while line: line = line[os.write(replies, line[:70_001]):]\n"
         "say(done=True); rest()"
     ),
     "prints-for-ever": "os.write(1, b'y'); begin()\nwhile True: os.write(1, b'y' * 65536)",
@@ -55,7 +50,7 @@ SCRIPTS = {
     ),
     "real-time-signal": "begin(); os.kill(os.getpid(), signal.SIGRTMIN + 1)",
     "shuts-its-mouth": "begin(); os.close(replies); rest()",
-    "leaves-a-child-with-its-pipes": "begin(); os.fork() and os._exit(6); rest()",
+    "leaves-a-child-with-its-pipes": "begin(); os.fork() and os._exit(6); time.sleep(30)",
     "ends-in-its-first-preparation": (
         "say(ready=True); receive()\n"
         "if not os.path.exists('ended'): open('ended', 'w'); os._exit(4)\n"
@@ -84,13 +79,13 @@ def worker(tmp_path: Path) -> Iterator[MakeWorker]:
     """`worker(script)` starts a process that runs one of `SCRIPTS` in place of the worker."""
     started: list[Process] = []
 
-    def make(name: str, timeout: float = 60, place: Placement | None = None) -> Process:
+    def make(name: str, timeout: float = 60) -> Process:
         script = tmp_path / f"{name}.py"
         script.write_text(PRELUDE + SCRIPTS[name])
         python = tmp_path / f"an interpreter for {name}"
         python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{script}" "$@"\n')
         python.chmod(0o755)
-        started.append(Process(str(python), timeout, place=place))
+        started.append(Process(str(python), timeout))
         return started[-1]
 
     yield make
@@ -103,34 +98,30 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.parametrize(
-    ("script", "reason", "log", "timeout"),
+    ("script", "reason", "log"),
     [
-        ("talks-nonsense", "sent an invalid message", "", 60),
-        ("prints-for-ever", "no message for 0.5 s", "y", 0.5),
-        ("shuts-its-mouth", "closed its pipe and did not end", "", 60),
-        ("aborts", "ended by SIGABRT", "the last words, cut � short", 60),
-        ("real-time-signal", "ended by signal 3", "", 60),
+        ("talks-nonsense", "sent an invalid message", ""),
+        ("prints-for-ever", "no message for 0.5 s", "y"),
+        ("shuts-its-mouth", "closed its pipe and did not end", ""),
+        ("aborts", "ended by SIGABRT", "the last words, cut � short"),
+        ("real-time-signal", "ended by signal 3", ""),
         # The pipes stay open, so only the state of the process reveals its end.
-        ("leaves-a-child-with-its-pipes", "exited with code 6", "", 3600),
+        ("leaves-a-child-with-its-pipes", "exited with code 6", ""),
     ],
 )
 def test_each_end_of_a_worker_has_its_reason(
-    worker: MakeWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    script: str,
-    reason: str,
-    log: str,
-    timeout: float,
+    worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, script: str, reason: str, log: str
 ) -> None:
     if script == "shuts-its-mouth":  # the other scripts need more time
         monkeypatch.setattr("replay.workers.process.ENDING_SECONDS", 0.2)
-    process = worker(script, timeout)
+    is_late = script == "prints-for-ever"
+    process = worker(script, 0.5 if is_late else 3600)
     gc.collect()  # leftovers of earlier tests may hold descriptors
     before = open_descriptors()
     for _ in range(2):  # the second round restarts the process
         with pytest.raises(Died, match=reason) as died:
             list(process.ask(do="something"))
-        assert died.value.status == ("timeout" if timeout < 1 else "crash")
+        assert died.value.status == ("timeout" if is_late else "crash")
         assert log in died.value.log
         assert len(died.value.log) <= LOG_BYTES
     assert open_descriptors() == before
@@ -156,14 +147,16 @@ def test_long_line_is_read_in_pieces_also_after_an_interrupted_request(worker: M
 def test_worker_that_cannot_start_is_reported(worker: MakeWorker, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no program")
     (tmp_path / "text").chmod(0o755)
+    refused = {
+        "exited with code 5: not a worker": worker("never-ready"),
+        "No such file": Process(str(tmp_path / "nothing"), 5),
+        "Exec format error": Process(str(tmp_path / "text"), 5),
+    }
     gc.collect()
-    place = Placement()
     before = open_descriptors()
-    with pytest.raises(CannotStart, match="exited with code 5: not a worker"):
-        list(worker("never-ready", place=place).ask(do="something"))
-    for name, reason in {"nothing": "No such file", "text": "Exec format error"}.items():
+    for reason, process in refused.items():
         with pytest.raises(CannotStart, match=reason):
-            list(Process(str(tmp_path / name), 5, place=place).ask(do="something"))
+            list(process.ask(do="something"))
     assert open_descriptors() == before
 
 
@@ -172,53 +165,49 @@ def test_workers_can_start_before_this_process_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> list[dict[str, str]]:
-    """Return the environments that processes would be started with."""
+def environments_of(monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[dict[str, str]]:
+    """Return the environments that a worker and the judge would be started with."""
     started: list[dict[str, str]] = []
 
     def popen(*_: object, env: dict[str, str], **__: object) -> None:
         started.append(env)
         raise OSError("enough")
 
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    for process in processes:
-        with pytest.raises(CannotStart):
-            process.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", popen)
+        place = Placement(variables)
+        for process in (Process(sys.executable, 1.0, place=place), judge_process(1.0, place)):
+            with pytest.raises(CannotStart):
+                process.start()
     return started
 
 
-def test_judge_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_have_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge's threads sleep; a kernel's threads wait as usual, because their waits are timed."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    both = environments_of(monkeypatch, Process(sys.executable, 1.0), judge_process(1.0))
+    both = environments_of(monkeypatch, CUDA_VISIBLE_DEVICES="3")
     assert [env.get("OMP_WAIT_POLICY") for env in both] == [None, "PASSIVE"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in both] == ["3", "3"]
 
 
 def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise torch.compile moves Triton's cache, so that later kernels are compiled again."""
     knobs = pytest.importorskip("triton.knobs", reason="an older Triton")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))
-    assert worker["TRITON_CACHE_DIR"] == knobs.cache.dir
+    assert environments_of(monkeypatch)[0]["TRITON_CACHE_DIR"] == knobs.cache.dir
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))
-    assert worker["TRITON_CACHE_DIR"] == "/elsewhere"
+    assert environments_of(monkeypatch)[0]["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
-def test_worker_runs_where_it_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = max(os.sched_getaffinity(0))
-    place = Placement({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
-    for process in (Process(sys.executable, 60, place=place), judge_process(60, place)):
-        for each in (process, process.another()):
-            each.start()
-            try:
-                assert each._child is not None
-                assert os.sched_getaffinity(each._child.pid) == {cpu}
-            finally:
-                each.close()
-    made = Process(sys.executable, 60, place=place), judge_process(60, place)
-    both = environments_of(monkeypatch, *made)
-    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in both] == ["3", "3"]
+def test_worker_runs_where_it_is_placed() -> None:
+    place = Placement(cpus=frozenset({max(os.sched_getaffinity(0))}))
+    for made in (Process(sys.executable, 60, place=place), judge_process(60, place)):
+        process = made.another()
+        process.start()
+        try:
+            assert os.sched_getaffinity(process.pid or 0) == place.cpus
+        finally:
+            process.close()
 
 
 @pytest.fixture(scope="module")
@@ -235,11 +224,7 @@ def test_answers_to_preparation_are_skipped(first: First) -> None:
         child = process._child
         assert list(process.ask(do="touch", device="cpu")) == [{"works": True}]
         assert process._child is child
-
-
-def test_worker_reports_whether_a_device_works(first: First) -> None:
     environment = Environment("this", sys.executable, 60, worker=first.worker)
-    environment.check(torch.device("cpu"))
     with pytest.raises(WorkerError, match="environment this cannot use cuda:7: "):
         environment.check(torch.device("cuda:7"))
 
@@ -255,13 +240,10 @@ for path in sys.argv[1:]:
     try: print(path, os.open(path, os.O_RDWR))
     except PermissionError: pass
 """
-    pids = [
-        os.getpid(),
-        *(each for process in first for each in processes.family(process.pid or 0)),
-    ]
-    paths = [f"/proc/{pid}/{name}" for pid in pids for name in ("fd/0", "mem")]
+    children = [each for process in first for each in processes.family(process.pid or 0)]
+    paths = [f"/proc/{pid}/{name}" for pid in (os.getpid(), *children) for name in ("fd/0", "mem")]
     assert subprocess.check_output([sys.executable, "-c", program, *paths], text=True) == ""
-    for pid in pids[1:]:  # root may open every file unless it gives up this right
+    for pid in children:  # root may open every file unless it gives up this right
         capabilities = Path(f"/proc/{pid}/status").read_text().partition("CapEff:")[2].split()[0]
         assert not int(capabilities, 16) & 1 << processes._CAP_SYS_PTRACE
 
@@ -274,10 +256,7 @@ def test_compilers_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError
 
     warm_ups = {"plain": None, "broken": fails, "needs": lambda: done.append("imported")}
-    kernels = [
-        dataclasses.replace(factories.kernel(name), warm_up=warm_up)
-        for name, warm_up in warm_ups.items()
-    ]
+    kernels = [factories.kernel(name, warm_up=warm_up) for name, warm_up in warm_ups.items()]
     process_state = ProcessState()
     monkeypatch.setattr(process_state, "restore", lambda name: done.append(f"{name} restored"))
     monkeypatch.setattr(kernel_server, "_warm", set())
@@ -338,15 +317,14 @@ def test_worker_that_reads_nothing_is_given_up(worker: MakeWorker) -> None:
 
 
 def test_wait_for_a_worker_can_be_stopped(worker: MakeWorker) -> None:
-    place = Placement()
-    process = worker("hangs", 600, place)
+    process = worker("hangs", 600)
     answers = process.ask(do="something")
     assert next(answers) == {"at": "a"}
     child = process._child
-    assert child is not None
-    place.stopped.set()
+    process.place.stopped.set()
     with pytest.raises(Stopped):
         next(answers)
+    assert child is not None
     assert child.poll() is not None
     with pytest.raises(Stopped):
         process.start()

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
 
 from replay.workers import shared_memory
 from replay.workers.shared_file import SharedFile
@@ -24,9 +23,12 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     return SharedFile()
 
 
-def tensors() -> dict[str, Tensor]:
-    whole = torch.arange(2 * 3 * 5 * 4, dtype=torch.float32).view(2, 3, 5, 4)
-    return {
+def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
+    whole, file = (
+        torch.arange(2 * 3 * 5 * 4, dtype=torch.float32).view(2, 3, 5, 4),
+        shared.descriptor,
+    )
+    sent = {
         "output": whole.to(torch.bfloat16),
         "transposed": whole.mT,
         "expanded": whole[:1].expand(4, -1, -1, -1),
@@ -34,32 +36,21 @@ def tensors() -> dict[str, Tensor]:
         "empty": whole[:, :, :0],
         "scalar": torch.tensor(3.5, dtype=torch.float64),
     }
-
-
-def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
-    file = shared.descriptor
-    found = Inbox(file, CPU).take(Outbox(file, CPU).put(tensors()))
-    assert found.keys() == tensors().keys()
-    for name, tensor in tensors().items():
+    found = Inbox(file, CPU).take(Outbox(file, CPU).put(sent))
+    assert found.keys() == sent.keys()
+    for name, tensor in sent.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
 
 
-def test_tensors_taken_stay_when_the_next_are_put(shared: SharedFile) -> None:
-    outbox, inbox = Outbox(shared.descriptor, CPU), Inbox(shared.descriptor, CPU)
-    first = inbox.take(outbox.put({"output": torch.ones(9)}))["output"]
-    second = inbox.take(outbox.put({"output": torch.zeros(9)}))["output"]
-    assert first.all()
-    assert not second.any()
-
-
 def test_file_grows_for_every_sender(shared: SharedFile) -> None:
-    """Each sender notices that the file has grown, and none truncates it."""
+    """Each sender notices that the file has grown, and taken tensors stay."""
     file = shared.descriptor
     one, other, inbox = Outbox(file, CPU), Outbox(file, CPU), Inbox(file, CPU)
-    for sender, elements in ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1)):
-        sent = torch.randn(elements)
-        assert torch.equal(inbox.take(sender.put({"output": sent}))["output"], sent)
+    sizes = ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1))
+    sent = [torch.randn(elements) for _, elements in sizes]
+    found = [inbox.take(by.put({"it": each})) for (by, _), each in zip(sizes, sent, strict=True)]
+    assert all(torch.equal(a["it"], b) for a, b in zip(found, sent, strict=True))
 
 
 def test_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
