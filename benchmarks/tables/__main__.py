@@ -51,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "energy": quoted.energy,
     "misleading_inputs": inputs.misleading_inputs,
     "power_limit": speed.power_limit,
+    "busy_machine": trials.busy_machine,
     "coverage": trials.coverage,
     "capture_faults": trials.capture_faults,
     "doctor_score": trials.doctor_score,

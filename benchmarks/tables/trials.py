@@ -28,6 +28,23 @@ def coverage() -> str:
     return "\n".join(lines) + "\n"
 
 
+def busy_machine() -> str:
+    """List verdicts of speed on a machine that is busy with four loops for each processor."""
+    columns = {
+        "calls": "calls",
+        "errors": "errors",
+        "A/A not told apart": "again_not_told_apart",
+        "2× found": "twice_found",
+        "inconclusive": "twice_inconclusive",
+        "wrong": "twice_wrong",
+    }
+    lines = [f"| machine | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for row in results.read(results.DIRECTORY / "busy_machine.csv"):
+        machine = f"{row['device']}, torch {row['machine.torch']}, threads: {row['threads']}"
+        lines.append(f"| {machine} | {' | '.join(row[name] for name in columns.values())} |")
+    return "\n".join(lines) + "\n"
+
+
 def doctor_score() -> str:
     """List, by cause, how many planted faults `replay doctor` named right, and its false alarms."""
     rows = results.read(results.DIRECTORY / "doctor_score.csv")
