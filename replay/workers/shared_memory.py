@@ -116,7 +116,11 @@ class _MappedFile:
             return
         if self._bytes is not None and self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-        self._bytes = torch.frombuffer(mmap.mmap(self._file, 0), dtype=torch.uint8)
+        memory = mmap.mmap(self._file, 0)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # A kernel's fork goes on where the kernel returns, and would write outputs too.
+            memory.madvise(mmap.MADV_DONTFORK)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._is_locked = self._device.type == "cuda" and _locked(self._bytes, self._device)
 
     def _size(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,3 +75,16 @@ def test_message_beyond_the_file_is_refused(shared: SharedFile) -> None:
     message["tensors"]["output"][1] = [CHUNK_BYTES]
     with pytest.raises(ValueError, match="ends at byte"):
         Inbox(shared.descriptor, CPU).take(message)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="forks keep memory here")
+def test_fork_cannot_write_outputs() -> None:
+    """A kernel that forks returns twice, and the fork's output could come in another kernel's."""
+    shared = SharedFile()
+    outbox = Outbox(shared.descriptor, CPU)
+    outbox.put({"output": torch.ones(3)})
+    maps = Path("/proc/self/maps")
+    assert "attention-replay" in maps.read_text()
+    if (fork := os.fork()) == 0:
+        os._exit("attention-replay" in maps.read_text())
+    assert os.waitpid(fork, 0)[1] == 0
