@@ -176,8 +176,8 @@ class BlockInputs:
     def apply(self, number: int, last: Tensor | None) -> None:
         """Write the inputs of a call over the recorded inputs or over those of the call before.
 
-        On a GPU, this replays a CUDA graph from its second use on, because otherwise each of some
-        twenty operations would take the host as long as a short attention call.
+        On a GPU, this replays a CUDA graph from its second use on, because otherwise each of about
+        ten operations would take the host as long as a short attention call.
 
         Args:
             last: output of the call before, (B, Hq, Sq, Dv); None for the first call.
