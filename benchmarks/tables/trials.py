@@ -29,7 +29,7 @@ def coverage() -> str:
 
 
 def busy_machine() -> str:
-    """List verdicts of speed on a machine that is busy with four loops for each processor."""
+    """List verdicts of speed between two processes, on a quiet and on a busy machine."""
     columns = {
         "calls": "calls",
         "errors": "errors",
@@ -41,6 +41,7 @@ def busy_machine() -> str:
     lines = [f"| machine | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     for row in results.read(results.DIRECTORY / "busy_machine.csv"):
         machine = f"{row['device']}, torch {row['machine.torch']}, threads: {row['threads']}"
+        machine += f", busy loops: {row['loops']}"
         lines.append(f"| {machine} | {' | '.join(row[name] for name in columns.values())} |")
     return "\n".join(lines) + "\n"
 

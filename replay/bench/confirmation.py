@@ -11,6 +11,9 @@ from replay.timing.statistics import TOO_FAST, summarize
 BETWEEN_MS = 0.05
 """Time by which a call in a block may be longer, because the work between calls empties processor
 caches. A row that needs this allowance is compared by its blocks."""
+NEIGHBOUR = 2.0
+"""Ratio by which CPU work may differ between two processes and moments. In a virtual machine, a
+neighbour on the same core halves its speed, which no process there can see."""
 MOST_BLOCKS = 8
 """Maximum number of blocks. Other processes can only make a block longer, so the shortest block
 counts."""
@@ -77,11 +80,14 @@ def with_blocks(row: Row, blocks: Blocks, overhead_ms: float = 0.0) -> Row:
     share = (shortest + blocks.null_ms) / max(shortest, claimed) - 1
     share = share if share > TOO_FAST - 1 else 0.0
     if shortest <= TOO_FAST * claimed:
-        # The limit holds for every sample, because speed-ups are medians of the samples' ratios.
-        samples = [max(each, shortest / TOO_FAST) for each in times.samples]
-        return replace(row, time_ms=summarize(samples, times.interrupted, share))
+        # A kernel could choose short samples for those rounds that are short for the baseline too.
+        samples = [max(each, claimed / TOO_FAST) for each in times.samples]
+        return replace(row, time_ms=summarize(samples, times.interrupted, share, times.control))
     row = replace(row, time_ms=replace(times, unconfirmed=share))
-    if shortest - overhead_ms <= TOO_FAST * max(claimed, host) + BETWEEN_MS:
+    limit = TOO_FAST * max(claimed, host) + BETWEEN_MS + overhead_ms
+    if row.host_ms is None:
+        limit = max(limit, NEIGHBOUR * (claimed + blocks.null_ms) - blocks.null_ms)
+    if shortest <= limit:
         flag = (
             f"{LIMITED if host else BETWEEN_CALLS}: its time and speed-up come from blocks "
             f"({shortest:.3g} ms a call), compared with the baseline's blocks"
@@ -100,6 +106,12 @@ def with_blocks(row: Row, blocks: Blocks, overhead_ms: float = 0.0) -> Row:
 def is_limited(row: Row) -> bool:
     """Return whether the row is compared by its blocks instead of its samples."""
     return any(flag.startswith((LIMITED, BETWEEN_CALLS)) for flag in row.flags)
+
+
+def without_doubt(row: Row) -> Row:
+    """Return the row without flags that its blocks took longer than its samples."""
+    doubts = (LIMITED, BETWEEN_CALLS, INTERRUPTED_BLOCKS)
+    return replace(row, flags=tuple(each for each in row.flags if not each.startswith(doubts)))
 
 
 def unconfirmed(row: Row, why: str) -> Row:

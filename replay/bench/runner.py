@@ -28,7 +28,7 @@ from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs
 from replay.isolation.judge import OutputJudge
 from replay.isolation.process_state import ProcessState
-from replay.kernels.failures import ContextLost, classify
+from replay.kernels.failures import ContextLost, Finding, classify
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.agreement import with_agreement
 from replay.rows.row import HERE, UNCONFIRMED, CallFacts, Machine, Mask, Roof, Row, Status
@@ -174,8 +174,15 @@ def _replay_call(
         checked.append(found)
     # Time kernels only after all were checked, so that the rounds contain no compilation.
     report(TIMING)
-    observer = SharedInputs(checked, inputs, process_state)
-    all_timed = time_together(checked, observer, settings, options, report, turns)
+    controls = []
+    if options.control and settings.device.type == "cpu":
+        controls = [CheckedKernel(find(options.control), call, Finding("ok"))]
+    members = [*checked, *controls]
+    observer = SharedInputs(members, inputs, process_state)
+    all_timed = time_together(members, observer, settings, options, report, turns)
+    for control in (each.samples for each in all_timed[len(checked) :]):
+        control_ms = () if control is None or control.error else control.ms
+        all_timed = [replace(timed, control_ms=control_ms) for timed in all_timed[: len(checked)]]
     if settings.energy:
         for place, timed in enumerate(all_timed):
             report(timed.checked.kernel.name)

@@ -123,6 +123,8 @@ class WorkerOptions:
     """Wait for each sample before the next begins, so that a crash can be traced to a kernel."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
+    control: str = ""
+    """Known kernel to time beside the kernels of this process, or empty."""
     shared_file: int | None = None
     """Descriptor of the file that passes outputs to a judge in another process; None to judge in
     this process."""

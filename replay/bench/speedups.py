@@ -5,19 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from replay.bench.confirmation import is_limited, unconfirmed
+from replay.bench.confirmation import is_limited, unconfirmed, without_doubt
 from replay.rows.row import Row, SpeedupOver
-from replay.timing.statistics import speedup_between, summarize
+from replay.timing.statistics import process_factor, speedup_between, summarize
 
 
 def with_speedups(rows: Sequence[Row], baseline: str) -> list[Row]:
     """Return the rows of one call, with the speed-ups of correct kernels over the baseline."""
     base = next((row for row in rows if row.kernel == baseline and _is_timed(row)), None)
+    if base is not None and not base.process:
+        rows = [_with_process_factor(row, base) for row in rows]
+        rows = [without_doubt(row) if _claims_to_be_slow(row, base) else row for row in rows]
     return [_compared(row, base) if _is_timed(row) else row for row in rows]
 
 
 def _is_timed(row: Row) -> bool:
     return row.is_ranked and row.time_ms is not None
+
+
+def _with_process_factor(row: Row, base: Row) -> Row:
+    if row.time_ms is None or base.time_ms is None or not row.time_ms.control:
+        return row
+    factor = process_factor(row.time_ms.control, base.time_ms.samples)
+    return replace(row, time_ms=replace(row.time_ms, process_factor=factor))
+
+
+def _claims_to_be_slow(row: Row, base: Row) -> bool:
+    """Return whether a user's kernel is slow by its own samples, which no kernel gains by."""
+    if not (row.process and row.is_correct and row.time_ms and base.time_ms):
+        return False
+    return speedup_between((base.time_ms, row.time_ms)).verdict == "slow"
 
 
 def _compared(row: Row, base: Row | None) -> Row:
@@ -57,4 +74,5 @@ def _with_time_of_blocks(row: Row, base: Row | None) -> Row:
     assert base.time_ms is not None
     all_three = zip(base.time_ms.samples, row.block_ms.samples, base.block_ms.samples, strict=False)
     samples = [each * own / of for each, own, of in all_three]
-    return replace(row, time_ms=summarize(samples, unconfirmed=row.time_ms.unconfirmed))
+    of_blocks = summarize(samples, (), row.time_ms.unconfirmed, row.time_ms.control)
+    return replace(row, time_ms=replace(of_blocks, process_factor=row.time_ms.process_factor))

@@ -93,6 +93,8 @@ class TimedKernel:
     """Energy of a second of calls without gaps; None unless measured."""
     no_energy: str = ""
     """Reason why energy could not be measured."""
+    control_ms: tuple[float, ...] = ()
+    """Times of the baseline in this process, if it belongs to another process."""
 
     @property
     def p50(self) -> float:
@@ -129,7 +131,9 @@ def make_row(
     is_timed = confirmed.finding.status in ("ok", "inaccurate")
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
-    time_ms = None if samples is None else summarize(samples.ms, samples.interrupted)
+    time_ms = None
+    if samples is not None:
+        time_ms = summarize(samples.ms, samples.interrupted, control=timed.control_ms)
     layer_host_ms = None
     if samples is not None and samples.layer_host_ms:
         layer_host_ms = summarize(samples.layer_host_ms)

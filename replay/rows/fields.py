@@ -66,8 +66,8 @@ FIELDS: list[Field] = [
     *_leaves(Row, "", Meaning("{}")),
 ]
 """Fields of a row, in the order of CSV columns. Only JSON also has the times of every round
-(`….samples`, `….interrupted`), their doubt (`….unconfirmed`), and the errors by head and range
-(`accuracy.where.relative_l1`)."""
+(`….samples`, `….interrupted`), their doubt (`….unconfirmed`, `….control`, `….process_factor`), and
+the errors by head and range (`accuracy.where.relative_l1`)."""
 
 COLUMNS: dict[str, Column] = dict(
     sorted(_columns(Row), key=lambda item: item[1].over_calls == "counts")

@@ -122,6 +122,10 @@ class TimeSummary:
     unconfirmed: float = 0.0
     """Share of the time by which the true time may be longer, because the kernel's process may have
     saved as much in blocks; only in JSON."""
+    control: tuple[float, ...] = ()
+    """Times of the baseline in this kernel's process, in the same rounds; only in JSON."""
+    process_factor: float = 1.0
+    """Ratio of those times to the baseline's times in its own process; only in JSON."""
 
     @property
     def whole(self) -> tuple[float, ...]:

@@ -65,13 +65,17 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def summarize(
-    samples: Sequence[float], interrupted: Iterable[int] = (), unconfirmed: float = 0.0
+    samples: Sequence[float],
+    interrupted: Iterable[int] = (),
+    unconfirmed: float = 0.0,
+    control: Sequence[float] = (),
 ) -> TimeSummary:
     """Summarise `samples` (milliseconds).
 
     Args:
         interrupted: rounds to leave out if at least `MINIMUM_ROUNDS` others remain.
         unconfirmed: share of the time by which the true time may be longer.
+        control: times of the baseline in this kernel's process, in the same rounds (milliseconds).
 
     Raises:
         ValueError: there are no samples.
@@ -88,6 +92,7 @@ def summarize(
         samples=tuple(samples),
         interrupted=tuple(sorted(left_out)),
         unconfirmed=unconfirmed,
+        control=tuple(control),
     )
 
 
@@ -97,6 +102,15 @@ def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list
     If the GPU's clock drifts from round to round, both times change, but their ratio does not.
     """
     return [before / after for before, after in zip(baseline, candidate, strict=False)]
+
+
+def process_factor(control: Sequence[float], baseline: Sequence[float]) -> float:
+    """Return the ratio of the baseline's times in another process to those in its own process.
+
+    It is at most `TOO_FAST` or its inverse, because a kernel can falsify the times in its process.
+    """
+    ratios = paired_ratios(control, baseline)
+    return min(max(percentile(ratios, 50), 1 / TOO_FAST), TOO_FAST) if ratios else 1.0
 
 
 def speedup_of(*calls: Sequence[float]) -> Speedup:
@@ -114,6 +128,9 @@ def speedup_between(*calls: tuple[TimeSummary, TimeSummary]) -> Speedup:
     Rounds are left out if other programs interrupted one of their two samples. The speed-up is
     inconclusive if too few rounds remain. If the candidate's time may be too short (`unconfirmed`),
     the lower end of the interval falls, but not below `TOO_FAST`.
+
+    If the kernels ran in two processes that differ (`process_factor`), the interval is extended to
+    the ratio without this difference.
     """
     pairs, whole = [], []
     for baseline, candidate in calls:
@@ -130,7 +147,10 @@ def speedup_between(*calls: tuple[TimeSummary, TimeSummary]) -> Speedup:
         return found
     confirmed = found.low / max(1 + candidate.unconfirmed for _, candidate in calls)
     low = max(confirmed, min(found.low, TOO_FAST))
-    return Speedup(found.ratio, low, found.high, *speed_verdict(low, found.high))
+    shifts = [after.process_factor / before.process_factor for before, after in calls]
+    shift = percentile(shifts, 50)
+    low, high = low * min(shift, 1.0), found.high * max(shift, 1.0)
+    return Speedup(found.ratio, low, high, *speed_verdict(low, high))
 
 
 def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Speedup:

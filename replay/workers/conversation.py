@@ -94,6 +94,18 @@ class Conversation:
         here = [name for name in special if find(name).process == worker.name]
         return list(dict.fromkeys([*(kernel.name for kernel in self._kernels), *here]))
 
+    def _control(self) -> str:
+        """Return the baseline, if a user's kernels run here and it is a known kernel.
+
+        The same kernel can differ by a tenth between two processes, because their memory and main
+        threads lie elsewhere.
+        """
+        known = self._task.loaded.get(self.worker.environment)
+        if not self.worker.name or self.worker.environment != HERE or known is None:
+            return ""
+        baseline = known.baseline
+        return "" if not baseline or find(baseline).process else baseline
+
     @property
     def rows(self) -> list[Row]:
         """Rows of the worker's kernels, at most one for each."""
@@ -161,6 +173,7 @@ class Conversation:
             rounds=task.rounds,
             synchronous=self._is_synchronous,
             excluded=tuple(sorted(self._lost)),
+            control=self._control(),
             shared_file=task.judge.shared_file,
         )
         # Ask the judge first, so that it computes the reference while the worker imports.
@@ -223,12 +236,13 @@ class Conversation:
             return True
         if "call" in message:
             facts = replace(rebuilt(CallFacts, message["call"]), name=self._task.workload.name)
-            self._loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
+            baseline = typed(str, message["baseline"], "baseline")
+            self._loaded = Loaded(facts, rebuilt(Machine, message["machine"]), baseline=baseline)
             if self.worker.name:
                 self._loaded = self._task.loaded.get(self.worker.environment, self._loaded)
             else:
                 self._task.loaded[self.worker.environment] = self._loaded
-                self.baseline = typed(str, message["baseline"], "baseline")
+                self.baseline = baseline
         elif "row" in message:
             row = self._received(message["row"])
             if not self.worker.name or row.kernel in self._rowed():
@@ -279,7 +293,7 @@ class Conversation:
         try:
             row = rebuilt(Row, data)
             times = row.time_ms
-            if times is not None and len(times.samples) > self._sampled:
+            if times and max(len(times.samples), len(times.control)) > self._sampled:
                 raise ValueError("more samples than turns")
             return replace(
                 row,
@@ -326,6 +340,6 @@ def _summary(times: TimeSummary) -> TimeSummary:
     Raises:
         ValueError: there are no samples, or a sample is not a time.
     """
-    if not all(0 < sample < math.inf for sample in times.samples):
+    if not all(0 < sample < math.inf for sample in (*times.samples, *times.control)):
         raise ValueError("a sample is not a time")
-    return summarize(times.samples, times.interrupted)
+    return summarize(times.samples, times.interrupted, control=times.control)

@@ -33,14 +33,18 @@ def blocks_of(*ms: float, interrupted: int = 0, null_ms: float = 0.0) -> Blocks:
     ("claimed", "host", "blocks", "process", "found"),
     [
         (1.0, None, blocks_of(1.3, 9.0), "mine.py", ""),
-        (1.0, None, blocks_of(*[1.36] * 4), "mine.py", "error"),
+        (1.0, None, blocks_of(*[1.9] * 4), "mine.py", BETWEEN_CALLS),
+        (1.0, None, blocks_of(*[2.1] * 4), "mine.py", "error"),
+        # The whole block may be twice as slow, with the work between calls.
+        (1.0, None, blocks_of(*[2.4] * 4, null_ms=0.5), "mine.py", BETWEEN_CALLS),
+        (1.0, 0.1, blocks_of(*[1.36] * 4), "mine.py", "error"),
         (0.001, None, blocks_of(*[0.4] * 4), "mine.py", "error"),
         # Samples of known kernels are believed.
         (0.001, None, blocks_of(*[0.4] * 4), "", ""),
         # Interruptions only make blocks longer, so one short block is enough.
         (1.0, None, blocks_of(9.0, 9.0, 1.2, interrupted=2), "mine.py", ""),
-        (1.0, None, blocks_of(9.0, 9.0, 2.0, interrupted=2), "mine.py", "unconfirmed"),
-        (1.0, None, blocks_of(9.0, *[2.0] * 4, interrupted=1), "mine.py", "error"),
+        (1.0, None, blocks_of(9.0, 9.0, 2.2, interrupted=2), "mine.py", "unconfirmed"),
+        (1.0, None, blocks_of(9.0, *[2.2] * 4, interrupted=1), "mine.py", "error"),
         # A short call is limited by launches.
         (0.01, 0.2, blocks_of(0.25), "mine.py", LIMITED),
         (0.01, 0.2, blocks_of(0.25), "", ""),
@@ -68,9 +72,9 @@ def test_row_is_compared_with_its_shortest_block(
 
 def test_no_sample_claims_what_the_median_may_not() -> None:
     """The median of ratios could be that of tiny samples, although the median sample is true."""
-    found = with_blocks(row(ms=[0.01, 0.01, 3.0, 3.0], process="mine.py"), blocks_of(1.3))
+    found = with_blocks(row(ms=[0.01, 0.01, 2.6, 3.0, 3.0], process="mine.py"), blocks_of(1.3))
     assert found.time_ms is not None
-    assert found.time_ms.samples == (1.0, 1.0, 3.0, 3.0)
+    assert found.time_ms.samples == (2.0, 2.0, 2.6, 3.0, 3.0)
 
 
 def test_row_that_is_wrong_or_not_timed_keeps_its_status() -> None:
@@ -147,6 +151,23 @@ def test_short_kernel_of_a_user_is_compared_by_its_blocks() -> None:
     assert found.speedup.verdict == "fast"
     # A known kernel's samples are believed.
     assert speedup_of(confirmed(0.1, [1.0], "", "known"), base) == ("base", 20.0)
+
+
+@pytest.mark.parametrize(("blocks", "interrupted"), [([9.0] * 8, 0), ([30.0] * 6, 6)], ids=str)
+@pytest.mark.parametrize("ms", [4.0, 1.0])
+def test_kernel_that_claims_to_be_slow_needs_no_confirmation(
+    ms: float, blocks: list[float], interrupted: int
+) -> None:
+    mine = row("mine", ms=[ms] * 10, process="mine.py")
+    doubted = with_blocks(mine, blocks_of(*blocks, interrupted=interrupted), overhead_ms=8.0)
+    assert len(doubted.flags) == 1
+    (found, _) = with_speedups([doubted, with_blocks(BASELINE, blocks_of(*[4.0] * 8))], "base")
+    is_slow = ms > 2.0
+    assert found.is_unconfirmed == (interrupted > 0 and not is_slow)
+    assert (found.flags == ()) == is_slow
+    if is_slow:
+        assert found.speedup is not None
+        assert (found.speedup.ratio, found.speedup.verdict) == (0.5, "slow")
 
 
 @pytest.mark.parametrize(

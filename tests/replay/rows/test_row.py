@@ -28,7 +28,7 @@ from tests import factories
 SAMPLES = {
     f"{times}.{part}"
     for times in ("time_ms", "block_ms", "core_time_ms", "layer_host_ms")
-    for part in ("samples", "interrupted", "unconfirmed")
+    for part in ("samples", "interrupted", "unconfirmed", "control", "process_factor")
 }
 IN_JSON_ALONE = SAMPLES | {"accuracy.where.relative_l1"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from replay.timing.statistics import (
     MedianInterval,
     median_interval,
     paired_speedup,
+    process_factor,
     speed_verdict,
+    speedup_between,
     summarize,
 )
 
@@ -40,6 +43,31 @@ def test_drift_that_both_share_cancels() -> None:
 def test_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> None:
     # The ratios of the rounds are 10, 1 and 0.5; both medians are 2.
     assert paired_speedup([10.0, 2.0, 1.0], [1.0, 2.0, 2.0]).ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ms", "control", "low", "high", "verdict"),
+    [
+        (2.4, [], 2.0 / 2.4, 2.0 / 2.4, "slow"),
+        (2.4, [2.4] * 20, 2.0 / 2.4, 1.0, "inconclusive"),
+        (1.8, [1.8] * 20, 1.0, 2.0 / 1.8, "inconclusive"),
+        (1.8, [1.9] * 20, 1.9 / 1.8, 2.0 / 1.8, "fast"),
+        # A kernel can falsify its control, but a large difference stays a difference.
+        (4.0, [40.0] * 20, 0.5, 0.65, "slow"),
+        (1.0, [0.1] * 20, 2.0 / 1.3, 2.0, "fast"),
+    ],
+)
+def test_interval_includes_the_difference_between_processes(
+    ms: float, control: list[float], low: float, high: float, verdict: str
+) -> None:
+    baseline, factor = summarize([2.0] * 20), process_factor(control, [2.0] * 20)
+    candidate = replace(summarize([ms] * 20), process_factor=factor)
+    found = speedup_between((baseline, candidate))
+    assert found.ratio == pytest.approx(2.0 / ms)
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.verdict == verdict
+    # Kernels of one process have the same factor.
+    assert speedup_between((candidate, candidate)).low == 1.0
 
 
 @pytest.mark.parametrize(

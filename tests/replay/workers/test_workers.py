@@ -142,6 +142,7 @@ def test_other_rows_are_unaffected(everything: Finished) -> None:
         row = everything.rows[name]
         assert (row["status"], accusations(row), row["log"]) == ("ok", [], "")
         assert (row["time_ms"]["n"], row["process"]) == (3, process)
+        assert len(row["time_ms"]["control"]) == (3 if process else 0)
         assert (row["speedup"] is None) == (name == "torch-default")
     assert (everything.code, everything.stderr.strip(), everything.left_behind) == (0, "", [])
 
