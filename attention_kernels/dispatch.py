@@ -60,7 +60,7 @@ def attention(
 
     Raises:
         NotImplementedError: the call has dropout, gradients, or a device, dtype or head dimension
-            without a kernel.
+            without a kernel, or more rows than a GPU can launch programs for.
         ValueError: the arguments do not fit together.
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

@@ -48,6 +48,19 @@ class DatasetError(Error):
         return self.reason if self.path is None else f"{os.fspath(self.path)}: {self.reason}"
 
 
+class InvalidCall(ValueError):
+    """The model called attention with values that no kernel can compute: a bug of the model.
+
+    Args:
+        reason: description of the invalid argument.
+        module, step: place of the call in the model.
+    """
+
+    def __init__(self, reason: str, module: str, step: int) -> None:
+        super().__init__(reason)
+        self.module, self.step = module, step
+
+
 class RecordingWarning(UserWarning):
     """A recording is incomplete; the model's run is not affected."""
 

@@ -10,7 +10,7 @@ alongside a user's own ``models``. In this list, a file imports only from lines 
     hub  inference  offline_tokenizers  random_weights
     request                                      the user's request, complete and checked
     pretrained_weights  runnable
-    language  libraries  outputs
+    call_arguments  language  libraries  outputs
     errors
 
 To add a model, add one file to ``built_in/`` (see the docstring of that package).
@@ -19,7 +19,7 @@ To add a model, add one file to ``built_in/`` (see the docstring of that package
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ def load(
     seed: int = 0,
     dtype: str | None = None,
     device: str | None = None,
+    arguments: Mapping[str, str] | None = None,
 ) -> Runnable:
     """Build ``model``, and return a `Runnable` of the model and one full inference.
 
@@ -67,6 +68,7 @@ def load(
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by default bfloat16 on CUDA, else
             float32.
         device: A torch device such as ``"cuda:1"``; by default CUDA if available.
+        arguments: Other arguments of the pipeline or of ``generate``, as text, by name.
 
     Raises:
         ModelError: The request cannot be fulfilled; the message names the remedy. Other weights or
@@ -96,6 +98,7 @@ def load(
             seed=seed,
             dtype=dtype,
             device=device,
+            arguments=arguments,
         )
         try:
             runnable = _builder(model)(request)
@@ -103,8 +106,8 @@ def load(
             if is_failed_import(error):
                 raise not_importable(model, error) from error
             raise
-    given = {"prompt": prompt, "steps": steps, "dtype": dtype}
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {"prompt": prompt, "steps": steps, "dtype": dtype, "arguments": arguments or None}
+    given = {name: value for name, value in options.items() if value is not None}
     runnable.settings = {"model": model, "given": given, **runnable.settings}
     return runnable
 

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .call_arguments import refuse
 from .diffusion import pipeline_runnable, read_pipeline
 from .errors import ModelError
 from .generation import generation_runnable, prompt_ids, read_language_model
@@ -49,7 +50,7 @@ def build(request: Request) -> Runnable:
 def _pipeline(request: Request) -> Runnable:
     pipeline = read_pipeline(DiffusionPipeline, request.name, request.dtype)
     parameters = inspect.signature(pipeline.__call__).parameters
-    if "prompt" not in parameters or _required(parameters) - {"prompt"}:
+    if "prompt" not in parameters or _required(parameters) - {"prompt", *request.arguments}:
         needs = ", ".join(sorted(_required(parameters))) or "no prompt"
         raise ModelError(
             f"{request.name} is a {type(pipeline).__name__}, which takes {needs} instead of just a "
@@ -150,6 +151,7 @@ def _forward_runnable(
     weights: str,
 ) -> Runnable:
     """Build a runnable of one forward pass of a model that generates no text, e.g. an encoder."""
+    refuse(request.arguments, request.name)
     model.to(request.device).eval()
     inputs = {"input_ids": input_ids.to(request.device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

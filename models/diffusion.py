@@ -14,6 +14,7 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from . import pretrained_weights
+from .call_arguments import for_call
 from .errors import ModelError
 from .hub import read_checkpoint, refuse_missing
 from .inference import repeatable
@@ -142,7 +143,9 @@ def pipeline_runnable(
 
     The noise comes from a CPU generator, so the noise is the same on every device. If the pipeline
     exposes its latents after each step, the result has the last step's latents as ``latents``.
+    Arguments of the request replace those given here.
     """
+    arguments = arguments | for_call(request.arguments, pipeline.__call__, request.name)
     pipeline.to(request.device)
     pipeline.set_progress_bar_config(disable=True)
     roots = {
@@ -177,6 +180,7 @@ def pipeline_runnable(
         outputs=partial(of_pipeline, decoded=arguments.get("output_type") != "latent"),
         weights=weights,
         settings=settings,
+        pipeline=pipeline,
     )
 
 

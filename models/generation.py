@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .call_arguments import for_generate
 from .errors import ModelError
 from .hub import read_checkpoint, refuse_missing
 from .inference import quiet, repeatable
@@ -77,23 +78,22 @@ def generation_runnable(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Runnable:
     """Build a runnable that prefills ``input_ids`` (1, length), then decodes ``steps`` tokens."""
+    arguments = for_generate(request.arguments, request.name)
     model.to(request.device).eval()
     inputs = input_ids.to(request.device)
     end = model.config.get_text_config().eos_token_id
     padding = end[0] if isinstance(end, list) else end
 
     def infer() -> Any:
+        options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": padding}
         return model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            do_sample=False,
+            **options
+            | arguments
             # Both limits are set, so that an end-of-text token cannot shorten the run.
-            min_new_tokens=steps,
-            max_new_tokens=steps,
-            use_cache=True,
-            pad_token_id=padding,
-            return_dict_in_generate=True,
-            output_logits=True,
+            | {"min_new_tokens": steps, "max_new_tokens": steps}
+            | {"return_dict_in_generate": True, "output_logits": True},
         )
 
     def score(ids: torch.Tensor) -> torch.Tensor:

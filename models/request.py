@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Request:
     seed: int
     dtype: torch.dtype
     device: torch.device
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Other arguments of the pipeline or of ``generate``, as text, by name."""
     given: frozenset[str] = frozenset()
     """Names of the options that the user gave, among prompt, steps, dtype and device."""
 
@@ -68,6 +71,7 @@ def from_user(
     seed: int,
     dtype: str | None,
     device: str | None,
+    arguments: Mapping[str, str] | None = None,
 ) -> Request:
     """Complete and check a request.
 
@@ -109,6 +113,7 @@ def from_user(
         seed=seed,
         dtype=DTYPES[dtype or ("bfloat16" if where.type == "cuda" else "float32")],
         device=where,
+        arguments=dict(arguments or {}),
         given=frozenset(option for option, value in optional.items() if value is not None),
     )
 

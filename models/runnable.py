@@ -29,6 +29,7 @@ class Runnable:
         outputs: Function that converts the result of ``run`` to named tensors on the CPU.
         weights: Origin of the weights, for users and manifests.
         settings: Settings of the run as plain JSON; recordings store them to rebuild the model.
+        pipeline: The diffusers pipeline, whose scheduler counts the steps; None for other models.
         language: Object that scores and decodes text; None if this is not a language model.
     """
 
@@ -39,3 +40,4 @@ class Runnable:
     weights: str
     settings: dict[str, Any]
     language: Language | None = None
+    pipeline: Any = None

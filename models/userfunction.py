@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .call_arguments import refuse
 from .errors import ModelError
 from .inference import seeded
 from .outputs import of_anything
@@ -30,6 +31,7 @@ from .runnable import Runnable
 
 def build(request: Request) -> Runnable:
     """Build a runnable by calling the user's function."""
+    refuse(request.arguments, request.name)
     file, _, name = request.name.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():

@@ -11,6 +11,7 @@ calls that `kept` counts, and the repaired directory contains only listed files.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import contextlib
 import csv
@@ -81,7 +82,7 @@ FAULTS = [
     *LOCKING,
     Fault.of_system("_sync_file_system", errno.EIO, owner=writer),
     Fault("_allocate", memory, (MemoryError("no memory"), RuntimeError("not enough memory"))),
-    Fault("start", threading.Thread, (RuntimeError("can't start new thread"),)),
+    Fault("start_new_thread", _thread, (RuntimeError("can't start new thread"),)),
 ]
 
 
@@ -378,7 +379,11 @@ def main() -> None:
         table.writerows(lines)
 
 
-NAMES = {"_sync_file_system": "syncfs", "_allocate": "allocation", "start": "thread start"}
+NAMES = {
+    "_sync_file_system": "syncfs",
+    "_allocate": "allocation",
+    "start_new_thread": "thread start",
+}
 
 
 def title(fault: Fault) -> str:

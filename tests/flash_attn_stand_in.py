@@ -81,6 +81,40 @@ def flash_attn_varlen_func(
     return torch.cat(pairs)
 
 
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, num_heads_q: int | None = None, causal: bool = False
+) -> Tensor:
+    """Compute flash-attn 3's function, which also takes (B, S, Hq + 2 Hkv, D)."""
+    if num_heads_q is None:
+        return flash_attn_func(*qkv.unbind(-3), causal=causal)
+    heads = (num_heads_q, *2 * [(qkv.shape[-2] - num_heads_q) // 2])
+    return flash_attn_func(*qkv.split(heads, -2), causal=causal)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, causal: bool = False) -> Tensor:
+    return flash_attn_func(q, *kv.unbind(-3), causal=causal)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = False
+) -> Tensor:
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, causal=causal)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+) -> Tensor:
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, causal=causal)
+
+
 def in_one_piece(pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """Gather (T, H, D) from pages (P, page_size, H, D), which are laid out as in flash-attn."""
     size = pool.shape[1]

@@ -281,9 +281,9 @@ def _quantise_cache(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Quantise one block of keys, or one block of values in programs whose third index is 1."""
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
+    """Quantise one block of keys, or one block of values in programs whose second index is 1."""
+    blocks = tl.cdiv(kv_len, CACHE_BLOCK)
+    block, head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch, kv_head = head // kv_heads, head % kv_heads
     length = kv_len
     if lengths_ptr is not None:
@@ -293,7 +293,7 @@ def _quantise_cache(
         page = tl.load(table_ptr + batch * blocks + block).to(tl.int64)
         stored = page * kv_heads + kv_head
     first = stored * CACHE_BLOCK
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         _quantise_keys(
             key_ptr + batch * key_stride_b + kv_head * key_stride_h,
             key_stride_s,
@@ -409,7 +409,7 @@ def _planned(
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
     return Launch(
         _quantise_cache,
-        (triton.cdiv(kv_len, CACHE_BLOCK.value), batch * kv_heads, 2),
+        (triton.cdiv(kv_len, CACHE_BLOCK.value) * batch * kv_heads, 2, 1),
         device,
         named("key_stride_", "bhsd", strides[0])
         | named("value_stride_", "bhsd", strides[1])

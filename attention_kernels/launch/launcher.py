@@ -8,6 +8,7 @@ function (as in PyTorch's Inductor), unless a profiler listens to launches.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -28,6 +29,9 @@ except ImportError:  # Triton before 3.4
 Planned = TypeVar("Planned")
 
 MOST_KEPT = 1024
+LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
+"""Maximum numbers of programs on the three axes (CUDA C++ Programming Guide, compute
+capabilities)."""
 
 
 class PlanCache(Generic[Planned]):
@@ -66,7 +70,13 @@ class Launch:
                 current.
             arguments: all arguments except the tensors, by the kernel's own names.
             options: `num_warps`, `num_stages`, `maxnreg`.
+
+        Raises:
+            NotImplementedError: no GPU can launch so many programs.
         """
+        if any(map(operator.gt, grid, LARGEST_GRID)):
+            given, most = (" x ".join(map(str, sizes)) for sizes in (grid, LARGEST_GRID))
+            raise NotImplementedError(f"the call is too large: {given} programs (at most {most})")
         tensors = len(kernel.arg_names) - len(arguments)
         self._rest = tuple(map(arguments.__getitem__, kernel.arg_names[tensors:]))
         self._kernel, self._grid, self._options = kernel, grid, options

@@ -203,7 +203,7 @@ def _sequence_of(group, k_starts_ptr, sequences, GROUP: tl.constexpr):
     return tl.maximum(before - 1, 0)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "kv_len", "sequences"])
+@triton.jit(do_not_specialize=["kv_heads", "kv_len", "groups", "sequences"])
 def _quantise(
     key_ptr,
     value_ptr,
@@ -224,6 +224,7 @@ def _quantise(
     value_stride_d,
     kv_heads,
     kv_len,
+    groups,
     sequences,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -234,13 +235,12 @@ def _quantise(
     KEEP_MEAN: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    """Quantise one group of keys, or one group of values in programs whose third index is 1.
+    """Quantise one group of keys, or one group of values in programs whose second index is 1.
 
-    `sequences` is the number of sequences of a packed batch. `k_starts_ptr` and `k_lengths_ptr`
-    point to the tensors of `Lengths`, or are None.
+    `groups` is the number of groups that a head has room for, `sequences` that of sequences in a
+    packed batch. `k_starts_ptr` and `k_lengths_ptr` point to the tensors of `Lengths`, or are None.
     """
-    group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    groups = tl.num_programs(0)
+    group, head = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
     batch, kv_head = head // kv_heads, head % kv_heads
     of_mean = head
     first = 0
@@ -264,7 +264,7 @@ def _quantise(
             return
         key_ptr += tl.cast(k_start, tl.int64) * key_stride_s
         value_ptr += tl.cast(k_start, tl.int64) * value_stride_s
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         if KEEP_MEAN:
             key_mean_ptr += of_mean * BLOCK_D
         _quantise_key(
@@ -400,13 +400,14 @@ def _planned(
     groups = groups_for(kv_len, Lengths(kind, batches, 0))
     return Launch(
         _quantise,
-        (groups, batch * kv_heads, 2 if quantise_value else 1),
+        (groups * batch * kv_heads, 2 if quantise_value else 1, 1),
         devices[0],
         named("key_stride_", "bhsd", strides[0])
         | named("value_stride_", "bhsd", strides[1])
         | {
             "kv_heads": kv_heads,
             "kv_len": kv_len,
+            "groups": groups,
             "sequences": batches if kind == "packed" else None,
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_dim(head_dim),

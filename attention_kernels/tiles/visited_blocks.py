@@ -62,8 +62,9 @@ def _kinds_kernel(
     IS_BOOL: tl.constexpr,
 ):
     """Store the kind of one block. The mask is loaded as in `masking.mask_bias`."""
-    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    place = head.to(tl.int64) * tl.num_programs(1) + tile
+    width, tiles = tl.cdiv(k_len, BLOCK_N), tl.cdiv(q_len, BLOCK_M)
+    place, block = tl.program_id(0) // width, tl.program_id(0) % width
+    head, tile = place // tiles, place % tiles
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows[:, None] < q_len
@@ -85,7 +86,7 @@ def _kinds_kernel(
     is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1
     is_whole = is_whole & ((block + 1) * BLOCK_N <= k_len)
     kind = tl.where(is_whole, WHOLE, tl.where(is_visited, CUT, 0))
-    tl.store(kinds_ptr + place * tl.num_programs(0) + block, kind.to(tl.int8))
+    tl.store(kinds_ptr + tl.program_id(0).to(tl.int64), kind.to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -93,7 +94,7 @@ def _list_kernel(
     kinds_ptr, blocks_ptr, counts_ptr, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
 ):
     """List the visited blocks of one tile among its `width` blocks, at most WIDTH."""
-    place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    place = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, WIDTH)
     kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)
     blocks_ptr += place * 2 * width
@@ -164,7 +165,7 @@ def _planned(
     tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
     find_kinds = Launch(
         _kinds_kernel,
-        (width, tiles, batches * heads),
+        (width * tiles * batches * heads, 1, 1),
         device,
         named("stride_", "bhmn", strides)
         | {
@@ -180,7 +181,7 @@ def _planned(
     )
     list_blocks = Launch(
         _list_kernel,
-        (tiles, batches * heads, 1),
+        (tiles * batches * heads, 1, 1),
         device,
         {"width": width, "BLOCK_N": keys, "WIDTH": triton.next_power_of_2(width)},
         num_warps=1,

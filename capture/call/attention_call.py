@@ -36,7 +36,7 @@ class Origin:
     call_index: int = 0
     """Index among *all* attention calls of the recording, from 0."""
     step: int = 0
-    """Index of the forward pass of the module that decides the phase, from 0."""
+    """Index of the denoising step, from 0; in other phases, the forward index."""
     phase: str = ""
     """`denoise`, `prefill`, `decode` or `encode` (`capture.hooks.phases`)."""
     device: str = "cpu"
@@ -60,11 +60,14 @@ class Origin:
     split_ranks: list[int] = field(default_factory=list)
     """Ranks that share the call, or shared it before joining, in the order of their parts."""
     call_in_step: int = 0
-    """Index among the calls of this module in this step; always 0 without ranks."""
+    """Index among the calls of this module in this forward pass; always 0 without ranks."""
     difficulty: float | None = None
     """Relative error of INT8 attention on a sample of the tokens (`capture.recording.difficulty`);
     None unless calls were chosen by difficulty (`sample="hard"`)."""
     versions: dict[str, str] = field(default_factory=dict)
+    forward_index: int | None = None
+    """Index of the forward pass of the module that decides the phase, from 0. A step of
+    classifier-free guidance may have two. None in old recordings, where `step` has this index."""
     derived: str = ""
     """Changes that `replay reproduce` made to a recorded call; empty for a recorded call."""
 

@@ -20,6 +20,7 @@ from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.header import CallHeader
+from capture.storage.notebook import steps_note
 from capture.text.counted import counted, human_bytes
 from capture.text.printable import printable
 
@@ -28,9 +29,14 @@ def show(dataset: Dataset, console: Console) -> None:
     """Print the origin of each capture, and one line per recorded call."""
     for note in filter(None, [dataset.note, *(str(each.error) for each in dataset.damaged)]):
         console.print(_text(f"note: {note}", "yellow"))
+    by_model: dict[str, list[FileEntry]] = {}
+    for entry in dataset.entries:
+        by_model.setdefault(entry.origin.model, []).append(entry)
     for capture in dataset.captures:
-        entries = [entry for entry in dataset.entries if entry.origin.model == capture.model]
+        entries = by_model.get(capture.model, [])
         console.print(_text(capture.model, "bold") + _text(f" · {_summary(capture, entries)}"))
+        for invalid in capture.invalid:
+            console.print(_text(f"invalid call: {invalid}", "yellow"))
         for kind, alike in _grouped(entries).items():
             console.print("\n", _text(kind, "cyan"), sep="")
             console.print(_calls(alike))
@@ -138,6 +144,7 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
         parts.append(f"heads {capture.heads} of each call")
     if parts_of := sorted({_part(entry.origin) for entry in entries if entry.origin.split}):
         parts.append(" and ".join(parts_of))
+    parts += filter(None, [steps_note(entries)])
     if not capture.complete:
         parts.append("incomplete: interrupted, or calls or the manifest were lost")
     return " · ".join(parts)

@@ -19,7 +19,7 @@ from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
 from capture.large_imports import import_large
 from capture.models_package import import_models
-from capture.recording.sampling import PHASES, SAMPLES, make_sampler
+from capture.recording.sampling import PER_LAYER, PHASES, SAMPLES, make_sampler
 from capture.text.counted import counted, human_bytes, share
 from capture.text.printable import printable
 
@@ -38,8 +38,8 @@ its files, repair recovers a recording whose process was killed."""
 
 EXAMPLES = """\
   capture --model cogvideo --max 10                    10 calls of CogVideoX
+  capture --model DIR --set height=256 --set width=256 your checkpoint, at this size
   capture --model my_model.py:build                    your function, which returns (module, run)
-  capture --model llama --phase decode --heads 0-3     part of each call of one phase
   capture show captured_inputs --stats                 list the calls and their statistics
   capture check captured_inputs                        verify the files and recompute the outputs
 then: replay --dir captured_inputs --metric all"""
@@ -94,6 +94,14 @@ def _add_run_options(command: OneSentenceParser) -> None:
         metavar="N",
         help="seed of weights and noise (default: 0)",
     )
+    run.add_argument(
+        "--set",
+        action="append",
+        type=_argument,
+        default=[],
+        metavar="NAME=VALUE",
+        help="another argument of the pipeline or of generate; repeatable",
+    )
     command.add_dtype(run)
     run.add_argument("--device", help="device such as cuda or cpu (default: cuda if available)")
 
@@ -102,10 +110,10 @@ def _add_storage_options(command: OneSentenceParser) -> None:
     store = command.add_argument_group("what to store")
     store.add_argument(
         "--max",
-        type=positive,
+        type=lambda text: text if text == PER_LAYER else positive(text),
         default=10,
         metavar="N",
-        help="number of calls to store (default: 10)",
+        help="calls to store (default: 10); per-layer: one of each layer and phase",
     )
     store.add_argument(
         "--sample",
@@ -175,6 +183,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.model:
         raise Error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
+    try:
+        make_sampler(arguments.sample, arguments.max, arguments.max_bytes)
+    except ValueError as error:
+        raise Error(f"{error}") from error
     out = Path(arguments.out).absolute()  # a model may change the working directory
     begun: list[Recording] = []
     try:
@@ -219,13 +231,14 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
             seed=arguments.seed,
             dtype=arguments.dtype,
             device=arguments.device,
+            arguments=dict(arguments.set),
         )
     logger.info("loaded %s", name)
     progress.print(Text(f"{name}: weights {runnable.weights}"))
     with (
         _problems_at_once(RecordingWarning) as printed,
         record(
-            runnable.roots,
+            runnable.roots if runnable.pipeline is None else runnable.pipeline,
             out=arguments.out,
             max=arguments.max,
             name=name,
@@ -249,38 +262,37 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
         _run_with_progress(runnable, recording, progress)
         logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
     logger.info("stored %s", human_bytes(recording.counts.nbytes))
-    unprinted = [problem for problem in recording.problems if problem not in printed]
-    return _report(recording, unprinted, arguments, progress)
+    return _report(recording, printed, arguments, progress)
 
 
 def _report(
-    recording: Recording, problems: Sequence[str], arguments: argparse.Namespace, progress: Any
+    recording: Recording, printed: Sequence[str], arguments: argparse.Namespace, progress: Any
 ) -> int:
-    """Print a summary of recorded and missing calls, and return the exit code."""
+    """Print a summary of recorded and missing calls, and return the exit code.
+
+    Args:
+        printed: problems that have been printed before.
+    """
     from rich.console import Console
     from rich.text import Text
 
     from capture.errors import CaptureError
 
     counts = recording.counts
+    problems = [problem for problem in recording.problems if problem not in printed]
     if not recording.kept and not recording.lost:
         if problems:
             raise CaptureError("; ".join(problems))
         return 2
     notices = Console(stderr=True)
-    if counts.without_heads:
-        without = counted(counts.without_heads, "call")
-        notices.print(f"{without} not stored, because they do not have the selected heads")
     if counts.refused_for_bytes:
         notices.print(
             "reached --max-bytes: fewer calls are stored, and they are spread less evenly"
         )
     size = share(recording.kept, recording.seen, counts.nbytes)
     print(f"recorded {size} in {arguments.out}/")
-    if recording.summary:
-        progress.print(Text(recording.summary))
-    for missed in recording.missed_attention:
-        print(f"note: missed, and not in the census: {printable(str(missed))}", file=sys.stderr)
+    if recording.summary not in printed:
+        progress.print(Text(printable(recording.summary)))
     for problem in problems:
         print(f"capture: {with_flags(problem)}", file=sys.stderr)
     if recording.kept and not arguments.quiet:
@@ -337,6 +349,14 @@ def _sample(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {SAMPLES}, not {text!r}") from error
     return text
+
+
+def _argument(text: str) -> tuple[str, str]:
+    not_empty(text)
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
+    return name, value
 
 
 def _heads(text: str) -> tuple[int, ...]:

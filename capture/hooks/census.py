@@ -123,12 +123,23 @@ class Census:
         key = site.module, site.phase, signature
         return self._counts.setdefault(key, CallCount(signature, site.step, site.step))
 
+    def refuse(self, site: CallSite, count: CallCount, reason: str) -> CallCount:
+        """Move a call of a count to the count of the calls that cannot be stored, for a reason."""
+        signature = count.signature._replace(refusal=reason)
+        new = CallCount(signature, site.step, site.step)
+        refused = self._counts.setdefault((site.module, site.phase, signature), new)
+        count.calls -= 1
+        refused.calls += 1
+        refused.last_step = max(refused.last_step, site.step)
+        return refused
+
     def items(self) -> list[tuple[tuple[str, str, CallSignature], CallCount]]:
-        """Return every count with its module, phase and signature."""
-        return [*self._counts.items()]
+        """Return every count of calls with its module, phase and signature."""
+        return [(key, count) for key, count in [*self._counts.items()] if count.calls]
 
     def to_json(self) -> dict[str, Any]:
-        different = dict.fromkeys(signature for _, _, signature in self._counts)
+        counts = self.items()
+        different = dict.fromkeys(signature for (_, _, signature), _ in counts)
         signatures = {signature: index for index, signature in enumerate(different)}
         return {
             "signatures": [signature.to_json() for signature in signatures],
@@ -142,7 +153,7 @@ class Census:
                     "first_step": count.first_step,
                     "last_step": count.last_step,
                 }
-                for (module, phase, signature), count in self._counts.items()
+                for (module, phase, signature), count in counts
             ],
         }
 

@@ -146,6 +146,8 @@ class _Position:
     """True inside a handled or observed call."""
     handled: int = 0
     """Number of handled calls that have started so far."""
+    refused: int = 0
+    """Depth of calls whose arguments SDPA cannot express, and which are counted after their end."""
 
 
 class _PerThread(threading.local):
@@ -244,6 +246,21 @@ def answer(
 def is_inside() -> bool:
     """Return whether the calling thread is inside a handled call."""
     return _thread.position.inside
+
+
+def is_counted() -> bool:
+    """Return whether the calling thread is inside a call that is handled, or counted at its end."""
+    return _thread.position.inside or _thread.position.refused > 0
+
+
+@contextlib.contextmanager
+def refused_call() -> Iterator[None]:
+    """Mark a call that runs unchanged and is counted at its end."""
+    _thread.position.refused += 1
+    try:
+        yield
+    finally:
+        _thread.position.refused -= 1
 
 
 def calls_handled() -> int:

@@ -6,17 +6,17 @@ import contextlib
 import fnmatch
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.jit._trace import TopLevelTracedModule
 
-from capture.hooks.attention_modules import is_attention
-from capture.hooks.interceptor import calls_handled
+from capture.hooks.attributes import attribute
 from capture.hooks.phases import RECOMPUTE, ModuleRole, in_backward, roles, takes_time_step
+from capture.hooks.step_clock import SchedulerCalls, StepCounter, scheduler_types
 
 
 class CallSite(NamedTuple):
@@ -25,8 +25,10 @@ class CallSite(NamedTuple):
     module: str = ""
     """Dotted path of the innermost watched module; empty outside all watched modules."""
     step: int = 0
-    """Index of the forward pass of the module that decides the phase, from 0."""
+    """Index of the denoising step, or else the forward index."""
     phase: str = "encode"
+    forward_index: int = 0
+    """Index of the forward pass of the module that decides the phase, from 0."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,24 +41,29 @@ class WatchedModule:
     """Role of the module; None if the module always has its caller's phase."""
     forwards: int = 0
     """Number of forward passes so far, without recomputations in backward passes."""
-    step: int = 0
-    """Step of the latest forward pass."""
-    is_attention: bool = False
+    site: CallSite = field(default_factory=CallSite)
+    """Site of the latest forward pass."""
+    steps: StepCounter = field(default_factory=StepCounter)
+    """Denoising steps of the module, if no scheduler is known."""
     is_script: bool = False
     """True for TorchScript, which does not support hooks."""
-    unseen: int = 0
-    """Number of forward passes of an attention module that ended without an attention call."""
+
+
+class Outermost(Protocol):
+    """Receiver of forward passes that no other watched module surrounds."""
+
+    def enter(self, watched: WatchedModule, site: CallSite) -> None: ...
+    def leave(self) -> None: ...
 
 
 class RunningModules(threading.local):
     """Modules that the calling thread is running, outermost first."""
 
-    def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, CallSite, int]] = []
-        """Each module, its site, and the number of attention calls handled before it began.
-
-        The number is 0 for modules that do not compute attention.
-        """
+    def __init__(self, outermost: list[Outermost], schedulers: SchedulerCalls) -> None:
+        self.stack: list[tuple[nn.Module, CallSite]] = []
+        """Each module and its site."""
+        self.outermost = outermost
+        self.schedulers = schedulers
 
 
 class _Hook:
@@ -81,7 +88,7 @@ class _Enter(_Hook):
         watched, stack = self._watched, self._running.stack
         outer = stack[-1][1] if stack else None
         if in_backward():
-            site = CallSite(watched.path, watched.step, RECOMPUTE)
+            site = watched.site._replace(module=watched.path, phase=RECOMPUTE)
         else:
             forwards = watched.forwards
             watched.forwards = forwards + 1
@@ -90,11 +97,18 @@ class _Enter(_Hook):
                 with contextlib.suppress(Exception):  # the model's own classes may raise
                     phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
             if phase is None and outer is not None:
-                site = CallSite(watched.path, outer.step, outer.phase)
+                site = outer._replace(module=watched.path)
             else:
-                site = CallSite(watched.path, forwards, phase or "encode")
-            watched.step = site.step
-        stack.append((module, site, calls_handled() if watched.is_attention else 0))
+                step = forwards
+                if phase == "denoise" and watched.role is not None:
+                    time_step = watched.role.time_step(args, kwargs)
+                    step = self._running.schedulers.denoising_step(watched.steps, time_step)
+                site = CallSite(watched.path, step, phase or "encode", forwards)
+            watched.site = site
+        stack.append((module, site))
+        if outer is None:
+            for each in self._running.outermost:
+                each.enter(watched, site)
 
 
 class _Leave(_Hook):
@@ -103,16 +117,16 @@ class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if is_compiling():
             return
-        watched, stack = self._watched, self._running.stack
+        stack = self._running.stack
         if not stack or stack[-1][0] is not module:
-            if not any(entered is module for entered, _, _ in stack):
+            if not any(entered is module for entered, _ in stack):
                 return  # the module began before it was hooked
             while stack[-1][0] is not module:
                 stack.pop()
-        before = stack.pop()[2]
-        # A forward pass that raised has no output, and a recomputation may end early.
-        if watched.is_attention and output is not None and not in_backward():
-            watched.unseen += calls_handled() == before
+        stack.pop()
+        if not stack:
+            for each in self._running.outermost:
+                each.leave()
 
 
 class ModuleTracker:
@@ -124,9 +138,10 @@ class ModuleTracker:
     Args:
         roots: modules by the prefix of their paths. The path of a root with an empty prefix is its
             class name.
+        pipeline: pipeline of the modules, whose scheduler calls count as steps.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], pipeline: Any = None) -> None:
         self._watched: dict[nn.Module, WatchedModule] = {}
         for name, root in roots.items():
             root = _uncompiled(root)
@@ -141,7 +156,6 @@ class ModuleTracker:
                         ".".join(parts) or type(module).__name__,
                         module,
                         role,
-                        is_attention=is_attention(module),
                     )
         self._unhooked = {
             inner
@@ -154,7 +168,10 @@ class ModuleTracker:
                 self._unhooked.update(inner for inner in module.modules() if inner is not module)
                 watched.is_script = not isinstance(module, TopLevelTracedModule)
         self._components = frozenset(roots)
-        self.running = RunningModules()
+        self.outermost: list[Outermost] = []
+        """Receivers of the forward passes of outermost watched modules, in each thread."""
+        schedulers = SchedulerCalls(scheduler_types(pipeline))
+        self.running = RunningModules(self.outermost, schedulers)
 
     def component(self, path: str) -> str:
         """Return the name of the root at the start of a path; empty if there is none."""
@@ -203,7 +220,8 @@ class ModuleTracker:
                 )
                 # always_call, so that a forward pass that raises also restores the stack.
                 handles.append(module.register_forward_hook(leave, always_call=True))
-            yield
+            with self.running.schedulers.count():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -224,7 +242,9 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
         roots = {"": watched}
     else:
         # The components of a diffusers pipeline also include tokenizers and schedulers.
-        components = watched if isinstance(watched, Mapping) else getattr(watched, "components", {})
+        components = (
+            watched if isinstance(watched, Mapping) else attribute(watched, "components", {})
+        )
         roots = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
     if not roots:
         raise TypeError(
@@ -236,7 +256,7 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
 
 def _uncompiled(module: nn.Module) -> nn.Module:
     """Unwrap a module that `torch.compile` wrapped, so that paths match the original model."""
-    inner = getattr(module, "_orig_mod", module)
+    inner = attribute(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from capture.hooks.attributes import attribute
+
 RECOMPUTE = "recompute"
 
 FEW = 8
@@ -50,10 +52,10 @@ class ModuleRole:
         self.generates = _can_generate(module)
         self.encodes = False
         """True for an encoder inside a language model."""
-        self.layers: list[int | None] = [getattr(module, "layer_idx", None)]
+        self.layers: list[int | None] = [attribute(module, "layer_idx")]
         """Indices of the cache layers that belong to the module; None for the first layer."""
         if self.caches and self.layers == [None]:
-            own = (getattr(part, "layer_idx", None) for part in module.modules())
+            own = (attribute(part, "layer_idx") for part in module.modules())
             self.layers = [*dict.fromkeys(layer for layer in own if layer is not None)] or [None]
 
     @property
@@ -70,9 +72,7 @@ class ModuleRole:
             outer: phase of the caller; None if no watched module is the caller.
             step: number of earlier forward passes of the module.
         """
-        if outer != "denoise" and any(
-            _given(name, place, args, kwargs) is not None for name, place in self.time_steps.items()
-        ):
+        if outer != "denoise" and self.time_step(args, kwargs) is not None:
             return "denoise"
         if outer in ("prefill", "decode"):
             return "encode" if self.encodes else None
@@ -82,6 +82,11 @@ class ModuleRole:
             if cache is not None or self.generates:
                 return self._text_phase(cache, args, kwargs, step)
         return "encode" if outer is None else None
+
+    def time_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the time step among the arguments of a forward pass; None if there is none."""
+        given = (_given(name, at, args, kwargs) for name, at in self.time_steps.items())
+        return next((value for value in given if value is not None), None)
 
     def _text_phase(
         self, cache: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int

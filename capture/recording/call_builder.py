@@ -13,22 +13,30 @@ from capture.hooks.interceptor import Arguments
 from capture.recording.paging import with_pages_read
 
 
-def can_be_copied(arguments: Arguments) -> bool:
-    """Return whether the tensors have values, and no CUDA graph is being captured."""
+def why_not_copied(arguments: Arguments) -> str:
+    """Return why the tensors cannot be copied now; empty if they can."""
     on_gpu = arguments.query.device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        return False
-    return all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor))
+        return "while a CUDA graph is captured"
+    tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
+    for tensor in tensors:
+        if reason := why_never_stored(tensor):
+            return reason
+    with_values = all(tensor.numel() == 0 or tensor.data_ptr() != 0 for tensor in tensors)
+    return "" if with_values else "tensors without values"
 
 
-def _has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor is an ordinary tensor with its own memory."""
-    if tensor.is_nested or isinstance(tensor, FakeTensor):
-        return False
-    try:
-        return tensor.numel() == 0 or tensor.data_ptr() != 0
-    except RuntimeError:  # inside vmap or grad
-        return False
+def why_never_stored(tensor: Tensor) -> str:
+    """Return why tensors of this kind have no memory of their own; empty if they may have."""
+    if tensor.is_nested:
+        return "nested tensors"
+    if isinstance(tensor, FakeTensor):
+        return "fake tensors"
+    return "inside vmap or another transform of torch.func" if is_transformed(tensor) else ""
+
+
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+"""Return whether a tensor is wrapped by a transform of `torch.func`, such as vmap."""
 
 
 def has_symbolic_sizes(*tensors: Tensor) -> bool:

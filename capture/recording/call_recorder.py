@@ -14,7 +14,7 @@ from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import CallSite, outside
-from capture.recording.call_builder import has_symbolic_sizes
+from capture.recording.call_builder import has_symbolic_sizes, is_transformed
 from capture.recording.context import RecordingContext
 from capture.recording.kept_calls import KeptCalls
 from capture.recording.seen_calls import SeenCalls, SimilarCalls
@@ -65,12 +65,12 @@ class CallRecorder:
                 return
             # While torch.jit or torch.fx traces, our work would become part of the trace.
             if is_tracing() or not isinstance(output, Tensor):
-                self._context.counts.without_values += 1
+                self._context.counts.traced += 1
                 return
             try:
                 stack = running.stack
                 site = stack[-1][1] if stack else outside()
-                module, step, phase = site
+                module, step, phase, _ = site
                 dtype = autocast_dtype(query) if is_any_enabled() and sdpa is TORCH_SDPA else None
                 like: tuple[object, ...] | None
                 try:
@@ -88,13 +88,15 @@ class CallRecorder:
                         scale,
                         enable_gqa,
                         dtype,
+                        type(query),
+                        is_transformed(query),
                     )
                     group = groups.get(like)
                 except (RuntimeError, TypeError):
                     like = group = None  # some tensors have no comparable shape
                 if group is None:
                     if has_symbolic_sizes(query, key, value):
-                        self._context.counts.without_values += 1
+                        self._context.counts.traced += 1
                         return
                 elif group.place is None or (
                     group.refused_step == step and group.refused_at == sampler.changes
@@ -133,11 +135,11 @@ class CallRecorder:
         if self.is_closed:
             return output
         if torch._C._is_tracing() or not isinstance(output, Tensor):
-            self._context.counts.without_values += 1
+            self._context.counts.traced += 1
             return output
         try:
             if has_symbolic_sizes(*arguments[:3]):
-                self._context.counts.without_values += 1
+                self._context.counts.traced += 1
                 return output
             site = self._context.tracker.site
             mask, table = arguments.attn_mask, arguments.page_table
@@ -154,6 +156,8 @@ class CallRecorder:
                 arguments.seqused_k is None,
                 arguments[5:8],
                 *arguments[-5:],
+                type(arguments.query),
+                is_transformed(arguments.query),
             )
             group = self.seen.groups.get(like) or self.seen.find(like, site, arguments, None)
             self._count_and_offer(group, site, arguments, None, output, function)

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 
 @dataclass
 class RecordingCounts:
-    """Counts of calls that are not stored, and of the time and memory that recording took."""
+    """Counts of calls that are not in the census, or are lost, and the cost of recording."""
 
     nbytes: int = 0
     """Size of the tensors of the kept calls."""
     lost: int = 0
     """Number of calls that were chosen but could not be stored."""
-    without_values: int = 0
-    """Number of calls with no values to store: their tensors were meta, fake or nested, or the call
-    was being traced."""
-    without_heads: int = 0
-    """Number of calls that cannot be reduced to the selected heads."""
+    traced: int = 0
+    """Number of calls that a tracer made, such as `torch.jit.trace`; the census lacks them."""
     refused_for_bytes: int = 0
     """Number of calls that were not kept because of `max_bytes`."""
     waited_seconds: float = 0.0

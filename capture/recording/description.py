@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from capture.errors import CaptureError
+from capture.hooks.attributes import attribute
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.json_data import parsed, typed
 
@@ -27,9 +28,8 @@ def versions() -> dict[str, str]:
 
 def name_of_weights(module: Any) -> str:
     """Return a model's `name_or_path` as a description of its weights, or `not stated`."""
-    path = getattr(module, "name_or_path", None) or getattr(
-        getattr(module, "config", None), "_name_or_path", None
-    )
+    config = attribute(module, "config")
+    path = attribute(module, "name_or_path") or attribute(config, "_name_or_path")
     # A model with random weights, built from a checkpoint's config, has the same `name_or_path`.
     return f"{path} (its name_or_path)" if path else "not stated"
 

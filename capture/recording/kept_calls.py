@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import Origin
-from capture.errors import reason_of, reraise_from_signal_handler
+from capture.errors import InvalidCall, reason_of, reraise_from_signal_handler
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import CallCount
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import CallSite
-from capture.recording.call_builder import as_call, can_be_copied
+from capture.recording.call_builder import as_call, why_not_copied
 from capture.recording.context import RecordingContext
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.difficulty import with_difficulty
@@ -43,10 +43,10 @@ class KeptCalls:
         self._seen, self._tell = seen, tell
         self._context, self._counts = context, context.counts
         self._copier = HostCopier()
-        self._kept: dict[int, tuple[CallCount, int]] = {}
-        """For each kept call, by index: the census count that it belongs to, and its bytes."""
-        self._failed: deque[int] = deque()
-        """Indices of calls that the writer's thread could not write; appended without a lock."""
+        self._kept: dict[int, tuple[CallSite, CallCount, int]] = {}
+        """For each kept call, by index: its site, its count in the census, and its bytes."""
+        self._failed: deque[tuple[int, Exception]] = deque()
+        """Calls that the writer's thread could not write, by index; appended without a lock."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -73,10 +73,11 @@ class KeptCalls:
                     f"{site.module} splits its tensors by more than batch and heads: its calls are "
                     "counted and not stored"
                 )
+                self._seen.census.refuse(site, group.count, "split by more than batch and heads")
                 return
             arguments, result, part = found
-        if not can_be_copied(arguments):
-            counts.without_values += 1
+        if reason := why_not_copied(arguments):
+            self._seen.census.refuse(site, group.count, reason)
             return
         if part is None:
             stack = context.tracker.running.stack
@@ -84,11 +85,17 @@ class KeptCalls:
         if context.heads is not None:
             part = WHOLE  # a part that lacks heads cannot be joined with other parts
         output = result if context.keeps_output else None
-        call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
+        try:
+            call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
+        except InvalidCall as error:
+            self._invalid(error)
+            self._seen.census.refuse(site, group.count, _INVALID)
+            return
         if context.heads is not None:
             kv_heads = kv_heads_of(context.heads, call.shape.q_heads, call.shape.kv_heads)
             if kv_heads is None:
-                counts.without_heads += 1
+                reason = "without the heads {} with equally many for each key/value head"
+                self._seen.census.refuse(site, group.count, reason.format(context.capture.heads))
                 return
             call = pick(call, context.heads, kv_heads)
         if context.sampler.by_difficulty:
@@ -97,6 +104,7 @@ class KeptCalls:
         nbytes = stored_bytes(tensors)
         if fault := header.fault() or header.excess(nbytes):  # the file could not be loaded
             self._tell(f"a call cannot be stored: {fault}")
+            self._seen.census.refuse(site, group.count, fault)
             return
         offered = OfferedCall(index, group.place, site.step, nbytes, call.origin.difficulty)
         drop = context.sampler.offer(offered)
@@ -111,7 +119,7 @@ class KeptCalls:
             except BaseException:
                 writer.release(buffer)
                 raise
-            self._kept[index] = group.count, nbytes
+            self._kept[index] = site, group.count, nbytes
             group.count.kept += 1
             counts.nbytes += nbytes
             waiting = WaitingCall(replace(header, layouts=copy.layouts), copy)
@@ -123,10 +131,20 @@ class KeptCalls:
 
     def failed(self, index: int, error: Exception) -> None:
         """Register a call that could not be stored. The writer's thread calls this method too."""
-        self._failed.append(index)
-        self._tell(
-            f"could not store a call in {self._context.target.directory}: {reason_of(error)}"
-        )
+        self._failed.append((index, error))
+        if isinstance(error, InvalidCall):
+            self._invalid(error)
+        else:
+            self._tell(
+                f"could not store a call in {self._context.target.directory}: {reason_of(error)}"
+            )
+
+    def _invalid(self, error: InvalidCall) -> None:
+        capture = self._context.capture
+        known = len(capture.invalid_calls)
+        capture.add_invalid(error)
+        for problem in capture.invalid[known:]:
+            self._tell(problem)
 
     def give_up(self) -> None:
         """Forget the calls that are not written yet, and report their number as a problem."""
@@ -142,14 +160,19 @@ class KeptCalls:
 
     def _forget_failed(self, writer: Writer) -> None:
         while self._failed:
-            index = self._failed.popleft()
-            if index not in writer.completed:
+            index, error = self._failed.popleft()
+            if index in writer.completed:
+                continue
+            if not isinstance(error, InvalidCall):
                 self._counts.lost += 1
-                self._forget(index)
+            elif index in self._kept:
+                site, count, _ = self._kept[index]
+                self._seen.census.refuse(site, count, _INVALID)
+            self._forget(index)
 
     def _forget(self, index: int) -> None:
         if found := self._kept.pop(index, None):
-            count, nbytes = found
+            _, count, nbytes = found
             count.kept -= 1
             self._counts.nbytes -= nbytes
 
@@ -172,6 +195,7 @@ class KeptCalls:
             module=site.module,
             call_index=index,
             step=site.step,
+            forward_index=site.forward_index,
             phase=site.phase,
             device=described,
             seed=self._context.seed,
@@ -185,3 +209,7 @@ class KeptCalls:
             call_in_step=0 if self._context.rank is None else self._seen.position(site),
             versions=self._context.capture.versions,
         )
+
+
+_INVALID = "invalid arguments"
+"""Refusal in the census of calls that are the model's bug (`InvalidCall`)."""

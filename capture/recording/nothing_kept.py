@@ -20,19 +20,11 @@ def nothing_kept(recording: Recording) -> str:
     if not recording.seen:
         return f"no attention call was seen: {_other_attention(recording)}"
     seen = counted(recording.seen, "attention call")
-    if recording.counts.without_values:
-        return (
-            f"none of {seen} can be stored: their tensors are meta, fake or nested, or inside vmap"
-        )
-    if recording.counts.without_heads:
-        return (
-            f"none of the attention calls has the heads {recording.capture.heads} with equally "
-            "many for each key/value head; choose others with `heads=`"
-        )
     counts = recording.census.items()
     refusals = {count.signature.refusal for _, count in counts}
     if "" not in refusals:
-        return f"none of {seen} can be stored: {', '.join(sorted(refusals))}"
+        remedy = "; choose others with `heads=`" if recording.capture.heads else ""
+        return f"none of {seen} can be stored: {', '.join(sorted(refusals))}{remedy}"
     modules = dict.fromkeys(module for (module, _, _), _ in counts)
     phases = dict.fromkeys(phase for (_, phase, _), _ in counts)
     if recording.capture.phase not in ("", *phases):
@@ -62,8 +54,8 @@ def _other_attention(recording: Recording) -> str:
     if not recording.may_have_run:
         return "the model did not run while it was recorded"
     return (
-        "none of its modules is known to compute attention; attention by matmul and softmax, or by "
-        "a kernel of the model's own, is not seen"
+        "none was found in the operations of one step; attention in a kernel of the model's own is "
+        "not seen"
     )
 
 

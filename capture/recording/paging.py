@@ -9,6 +9,7 @@ import torch
 from capture.call.attention_call import AttentionCall
 from capture.call.pages import read_entries
 from capture.call.strides import picked
+from capture.errors import InvalidCall
 
 
 def with_pages_read(call: AttentionCall) -> AttentionCall:
@@ -16,6 +17,9 @@ def with_pages_read(call: AttentionCall) -> AttentionCall:
 
     The pages in the pool are renumbered. A page that several sequences share is stored once. Page
     table entries beyond the used keys become 0. Waits for the GPU.
+
+    Raises:
+        InvalidCall: the page table names a page outside the pool.
     """
     assert call.page_table is not None
     assert call.seqused_k is not None
@@ -27,7 +31,8 @@ def with_pages_read(call: AttentionCall) -> AttentionCall:
         kept = kept.new_zeros(1)  # a pool must have a page
     first, last = int(kept[0]), int(kept[-1])
     if first < 0 or last >= call.key.shape[0]:  # reading this page would break the CUDA context
-        raise ValueError(f"the page table names pages {first} to {last} of {call.key.shape[0]}")
+        reason = f"page_table names pages {first} to {last} of {call.key.shape[0]}"
+        raise InvalidCall(reason, call.origin.module, call.origin.step)
     key = picked(call.key, 0, kept)
     shares = call.value_is_in_key
     value = key[..., : call.value.shape[-1]] if shares else picked(call.value, 0, kept)

@@ -12,7 +12,6 @@ from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
 from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.interceptor import observe
-from capture.hooks.missed_attention import fused_layers_counted
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.recording.context import RecordingContext
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
@@ -32,7 +31,7 @@ def record(
     module: Any,
     out: str | Path = "captured_inputs",
     *,
-    max: int = 10,
+    max: int | str = 10,
     name: str | None = None,
     sample: str = "spread",
     modules: str | None = None,
@@ -60,7 +59,7 @@ def record(
     Args:
         module: `torch.nn.Module`, diffusers pipeline, or dict of name → module to watch. Calls
             outside these modules are counted but not stored.
-        max: number of calls to store.
+        max: number of calls to store, or `per-layer`: one call of each module and phase.
         name: name of the capture in the dataset (default: the class name). With a rank, `.rankN`
             follows, so that all ranks can share a directory.
         sample: `spread` over layers, steps, phases and shapes; `hard`, the most difficult calls for
@@ -89,6 +88,8 @@ def record(
         durable: write each call to the disk before the model continues. Otherwise calls in memory
             are lost if the process is killed. Calls in memory are written at an exception, Ctrl-C,
             SIGTERM or SIGHUP (unless the program handles the signal) and at the end of the program.
+            A recording outside the main thread, which alone handles signals, writes every call
+            immediately, in the background.
         output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name when this one is complete.
 
@@ -137,7 +138,7 @@ def record(
         seed,
         rank,
     )
-    tracker = ModuleTracker(roots)
+    tracker = ModuleTracker(roots, pipeline=module)
     paths = [watched.path for watched in tracker.watched]
     if not any(matches(path, modules) for path in paths):
         raise CaptureError(no_match(modules, paths))
@@ -164,11 +165,12 @@ def record(
         stack.enter_context(tracker.watch())
         stack.enter_context(observe(recording.calls.observer()))
         stack.enter_context(follow_entry_points(recording.calls.handle))
-        stack.enter_context(fused_layers_counted(tracker, recording.fused_calls))
         # Runs first at the exit, so that the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording
         complete = True
-    if not recording.kept and not recording.problems:
+    if recording.kept:
+        recording.warn_of_lacking_calls()
+    elif not recording.problems:
         recording.tell(nothing_kept(recording))

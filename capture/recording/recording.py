@@ -9,8 +9,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,12 +20,15 @@ from capture.errors import (
 )
 from capture.hooks.census import Census
 from capture.hooks.missed_attention import MissedAttention, find_missed_attention
+from capture.hooks.sampled_step import SampledStep
 from capture.recording.call_recorder import CallRecorder
 from capture.recording.context import RecordingContext
+from capture.recording.summary import Summary
+from capture.recording.termination import can_flush
 from capture.recording.writer import Writer
 from capture.text.printable import quoted
 
-_live: weakref.WeakSet[Recording] = weakref.WeakSet()
+_live: set[Recording] = set()
 
 
 def _abandon_all() -> None:
@@ -49,6 +50,13 @@ def _level_outside() -> int:
     return level
 
 
+def _warn(text: str) -> None:
+    # A warning may raise, by the user's filters or display function. Such an exception must not
+    # reach the model or the writer's thread.
+    with contextlib.suppress(Exception):
+        warnings.warn(f"recording: {text}", RecordingWarning, stacklevel=_level_outside())
+
+
 os.register_at_fork(after_in_child=_abandon_all)
 atexit.register(_close_all)  # for programs that end inside the `with` block
 
@@ -63,8 +71,7 @@ class Recording:
         self.problems: list[str] = []
         """Problems of the recording, one sentence each, without repetitions."""
         self.calls = CallRecorder(context, self.tell)
-        self.fused_calls: Counter[str] = Counter()
-        """Calls of PyTorch's fused encoder layer, by path of the surrounding module."""
+        self._sampled_step = SampledStep(context.tracker)
         self.may_have_run = True
         """False if the recording has ended and no watched module ran."""
         self._context, self._target = context, context.target
@@ -104,16 +111,16 @@ class Recording:
         """Attention that no entry point saw, and that the census therefore lacks."""
         if self._missed_attention is not None:
             return self._missed_attention
-        return find_missed_attention(self._context.tracker, self.fused_calls)
+        return find_missed_attention(self._context.tracker, self._sampled_step)
 
     @property
     def summary(self) -> str:
-        """Numbers of calls kept, eligible and not sampled, by component, in one line.
+        """Numbers of calls that are kept, eligible, refused and missed, in one sentence."""
+        return str(self._summary)
 
-        The line is empty for one component whose calls were all eligible, because `kept` and `seen`
-        contain the same numbers.
-        """
-        return self.calls.seen.summary
+    @property
+    def _summary(self) -> Summary:
+        return Summary.of(self._context, self.census, self.missed_attention)
 
     def begin(self) -> None:
         """Create the journal, and start to record calls.
@@ -127,7 +134,7 @@ class Recording:
                 journal,
                 self.counts,
                 buffer_bytes=self._context.buffer_bytes,
-                final=self._context.sampler.is_final,
+                final=self._context.sampler.is_final or not can_flush(),
                 durable=self._context.durable,
                 failed=self.calls.kept.failed,
             )
@@ -146,12 +153,16 @@ class Recording:
         if problem in self.problems:
             return
         self.problems.append(problem)
-        if len(self.problems) > 1:
-            return
-        # A warning may raise, by the user's filters or display function. Such an exception must not
-        # reach the model or the writer's thread.
-        with contextlib.suppress(Exception):
-            warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=_level_outside())
+        if len(self.problems) == 1:
+            _warn(problem)
+
+    def warn_of_lacking_calls(self) -> None:
+        """Issue the summary as a warning if the recording lacks calls that were refused or missed.
+
+        Such a recording has no problem, because other calls are not affected.
+        """
+        if self._summary.lacks_calls:
+            _warn(self.summary)
 
     def close(self, *, complete: bool) -> bool:
         """End the recording: write the calls in memory, and add all calls to the manifest.
@@ -174,6 +185,7 @@ class Recording:
             reraise_from_signal_handler(error)
             self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
         finally:  # also after a second Ctrl-C
+            _live.discard(self)
             self._end(complete=complete)
             self.counts.flush_seconds = time.perf_counter() - began
         return True
@@ -183,6 +195,7 @@ class Recording:
         self.calls.is_closed = True
         self.calls.lock = threading.RLock()  # a thread of the parent may hold the old lock
         self._target.abandon()
+        _live.discard(self)
 
     def _end(self, *, complete: bool) -> None:
         """Add the stored calls to the manifest."""

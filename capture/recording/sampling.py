@@ -3,43 +3,43 @@
 A sampler first decides whether it `wants` a call, before anything is computed from the call's
 tensors. The wanted calls are then passed to `offer`.
 
+With `max="per-layer"`, one call of each module and phase is kept, at a step that a hash of the
+module and step chooses, so that the steps differ between modules.
+
 `hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
 easiest call for a harder one.
 
 `spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
-always spread evenly over the calls seen so far. Four rules in turn choose the dropped call:
+always spread evenly over the calls seen so far:
 
 - Calls of one phase and shape form a stratum. Strata get equal shares of the sample. If a stratum
   has fewer calls than its share, the other strata share the remainder. Only the largest strata lose
   a call.
-- The dropped call is in one of the largest strata. Within these, it is from the module and step
-  with the most kept calls over all strata.
-- Next, calls off the grid of steps are dropped first. A step s is on the grid if frac(s/φ), with φ
-  the golden ratio, is below the share of steps so far that have a kept call. Steps on the grid are
-  evenly spaced for any share (the three-gap theorem). A call on the grid is dropped only for a call
-  of the same step.
-- Ties are broken by frac(l/g + s/g² + k/φ) for layer l, step s and stratum k, with g the plastic
-  number. In one stratum, the points of this sequence below a threshold form an even lattice over
-  layers and steps (M. Roberts, "The unreasonable effectiveness of quasirandom sequences", 2018).
-  The sequence starts at a different point in each stratum.
+- Of these, the dropped call is in the step with the most kept calls. If no step has two, it is the
+  call whose removal leaves the smallest gap between kept steps.
+- A call replaces one of its stratum only if its layer is needed at least as much: fewer kept calls
+  are in the layer, or the gap between kept layers around it is at least as large.
 
-To keep N of T calls, `spread` temporarily keeps a small multiple of N calls (about 110 for 10 of
-1500), and `hard` about N · (1 + ln(T / N)).
+With N calls on an axis of T positions, the smallest gap that a removal leaves is at most twice the
+even gap, (T + 1) / (N + 1), so no gap between kept steps or layers, ends included, exceeds this.
+
+To keep N of T calls, `spread` and `hard` temporarily keep about N · (1 + ln(T / N)) calls.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from capture.text.limits import positive
 
-_PLASTIC = 1.324717957244746
-_GOLDEN = 1.618033988749895
-
+PER_LAYER = "per-layer"
 SAMPLES = "spread, hard, first or every:N (N at least 1)"
 
 PHASES = ("denoise", "prefill", "decode", "encode")
@@ -50,12 +50,17 @@ PHASES = ("denoise", "prefill", "decode", "encode")
 class Stratum:
     """Interchangeable calls, which have the same phase and shape."""
 
-    number: int
+    phase: Hashable
     layers: dict[str, int] = field(default_factory=dict)
-    """Index of each module by first appearance; it is the layer l of the tie-breaking sequence."""
-    candidates: DropCandidates | None = None
-    candidates_at: int = -1
-    """Value of the sampler's `changes` when `candidates` was found."""
+    """Index of each module by first appearance."""
+    steps: int = 0
+    """Number of steps so far with calls of the stratum."""
+    _step: int = -1
+
+    def enter(self, step: int) -> None:
+        """Count the step of a call."""
+        self.steps += step != self._step
+        self._step = step
 
 
 @dataclass(eq=False, slots=True)
@@ -64,8 +69,8 @@ class SamplePlace:
 
     stratum: Stratum
     module: str
-    origin: float
-    """Start of the tie-breaking sequence."""
+    layer: int
+    """Index of the module in the stratum."""
 
 
 class OfferedCall(NamedTuple):
@@ -106,11 +111,13 @@ class Sampler:
     def kept(self) -> int:
         return len(self.calls)
 
-    def place(self, stratum: Hashable, module: str) -> SamplePlace:
-        """Return the place of a module's calls in one stratum."""
-        found = self.strata.setdefault(stratum, Stratum(len(self.strata)))
-        layer = found.layers.setdefault(module, len(found.layers))
-        return SamplePlace(found, module, layer / _PLASTIC + found.number / _GOLDEN)
+    def place(self, stratum: tuple[Hashable, ...] | str, module: str) -> SamplePlace:
+        """Return the place of a module's calls in one stratum, which begins with the phase."""
+        found = self.strata.setdefault(stratum, Stratum(stratum[0]))
+        if module not in found.layers:
+            found.layers[module] = len(found.layers)
+            self.changes += 1
+        return SamplePlace(found, module, found.layers[module])
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         """Return whether the sampler wants to be offered the next call.
@@ -165,6 +172,39 @@ class EverySampler(Sampler):
 
 
 @dataclass
+class PerLayerSampler(Sampler):
+    """A sampler of one call of each module and phase."""
+
+    is_final: ClassVar[bool] = False
+
+    _of_layer: dict[tuple[Hashable, str], OfferedCall] = field(default_factory=dict)
+
+    def wants(self, place: SamplePlace, step: int) -> bool:
+        earlier = self._of_layer.get((place.stratum.phase, place.module))
+        if earlier is None:
+            return self.kept < self.max_calls
+        return _drawn(place.module, step) > _drawn(place.module, earlier.step)
+
+    def offer(self, call: OfferedCall) -> list[int] | None:
+        layer = call.place.stratum.phase, call.place.module
+        earlier = self._of_layer.get(layer)
+        if earlier is not None:
+            self._remove(earlier)
+        if super().offer(call) is None:
+            if earlier is not None:
+                self._add(earlier)
+            return None
+        self._of_layer[layer] = call
+        self.changes += 1
+        return [] if earlier is None else [earlier.call_index]
+
+
+def _drawn(module: str, step: int) -> int:
+    """Return a number that looks random; the step of a module with the largest number is kept."""
+    return zlib.crc32(f"{module} {step}".encode())
+
+
+@dataclass
 class HardSampler(Sampler):
     """A sampler of the most difficult calls, and of calls without a difficulty if there is room."""
 
@@ -184,120 +224,155 @@ def _hardness(call: OfferedCall) -> tuple[float, int]:
     return -math.inf if call.difficulty is None else call.difficulty, -call.call_index
 
 
-class _DropRank(NamedTuple):
-    """Order in which calls are dropped: the highest rank is dropped first."""
+class Room(NamedTuple):
+    """Free room at a position of an axis. A call where there is little room is dropped first."""
 
     crowd: int
-    """Number of kept calls of the same module, plus the number of kept calls of the same step."""
-    off_grid: bool
-    """True if the step is not on the grid of evenly spaced steps."""
-    priority: float
-    call_index: float
+    """Number of kept calls at the position, negated."""
+    gap: int = 0
+    """Distance between the neighbouring kept positions; 0 if the position itself is kept."""
+    nearest: int = 0
+    """Distance to the nearer of these neighbours."""
 
 
-class DropCandidates(NamedTuple):
-    """Kept calls of the strata that are largest with a new call, ranked without that call."""
+class Axis:
+    """Positions of kept calls among steps or layers. Both ends of the axis count as kept.
 
-    calls: list[tuple[OfferedCall, _DropRank]]
-    or_new: bool
-    """True if the new call itself may be dropped."""
+    Args:
+        positions: position of each kept call, from 0.
+        end: number of positions so far.
+    """
+
+    def __init__(self, positions: Iterable[int], end: int) -> None:
+        self._counts = Counter(positions)
+        self._kept = [-1, *sorted(self._counts), end]
+
+    def room(self, at: int, without: int | None = None) -> Room:
+        """Return the room at a position, without a kept call at the position `without`."""
+        crowd = self._counts[at] - (without == at)
+        if crowd:
+            return Room(-crowd)
+        after = bisect.bisect_left(self._kept, at)
+        before = after - 1
+        after += self._kept[after] == at
+        if without != at and without is not None and self._counts[without] == 1:
+            before -= self._kept[before] == without
+            after += self._kept[after] == without
+        low, high = self._kept[before], self._kept[after]
+        return Room(0, high - low, min(at - low, high - at))
+
+
+class DropRank(NamedTuple):
+    """Order in which kept calls are dropped: the lowest rank is dropped first."""
+
+    step: tuple[int, int]
+    """Crowd and gap of the call's step without the call."""
+    layer: Room
+    """Room of the call's layer without the call."""
+    call_index: int
 
 
 @dataclass
 class SpreadSampler(Sampler):
-    """A sampler of calls spread over all strata, modules and steps."""
+    """A sampler of calls spread over all strata, steps and layers."""
 
     is_final: ClassVar[bool] = False
 
-    _modules: Counter[str] = field(default_factory=Counter)
-    _steps: Counter[int] = field(default_factory=Counter)
-    """Number of kept calls by step, without zeros; `_modules` counts by module."""
     _last_step: int = 0
-    _grid: float = 1.0
-    """Share of the steps so far that have a kept call."""
+    _ranked_at: int = -1
+    """Value of `changes` that the fields below belong to."""
+    _sizes: Counter[Stratum] = field(default_factory=Counter)
+    """Number of kept calls of each stratum."""
+    _steps: Axis = field(default_factory=lambda: Axis((), 1))
+    _layers: dict[Stratum, Axis] = field(default_factory=dict)
+    _ranked: list[DropRank] = field(default_factory=list)
+    """Ranks of the kept calls, in order."""
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         if step > self._last_step:
             self._last_step = step
-            self._changed()
+            self.changes += 1
+        place.stratum.enter(step)
         if self.kept < self.max_calls:
             return True
         return self._victim(OfferedCall(-1, place, step, nbytes=0)) is not None
 
     def _victim(self, call: OfferedCall) -> OfferedCall | None:
-        stratum, module, step = call.place.stratum, call.place.module, call.step
-        found = stratum.candidates
-        if found is None or stratum.candidates_at != self.changes:
-            found = stratum.candidates = self._candidates(stratum)
-            stratum.candidates_at = self.changes
-        crowd = self._modules.get(module, 0) + self._steps.get(step, 0) + 2
-        own = _DropRank(crowd, self._off_grid(step), _priority(call.place, step), math.inf)
-        worst = own if found.or_new else _LOWEST
-        for kept, (crowd, off_grid, priority, index) in found.calls:
-            # The new call adds one to the crowd of each call of its module or of its step.
-            crowd += (kept.place.module == module) + (kept.step == step)
-            if crowd >= worst.crowd:  # this comparison alone decides most calls
-                if not off_grid and kept.step != step:
-                    priority = -1.0  # on the grid, only compared with calls of the same step
-                worst = max(worst, _DropRank(crowd, off_grid, priority, index))
-        return None if worst is own else self.calls[int(worst.call_index)]
-
-    def _candidates(self, stratum: Stratum) -> DropCandidates:
-        """Return the calls that may be dropped after adding a call to `stratum`."""
-        sizes = Counter(call.place.stratum for call in self.calls.values())
-        sizes[stratum] += 1
-        largest = max(sizes.values())
-        return DropCandidates(
-            [
-                (call, self._rank(call))
-                for call in self.calls.values()
-                if sizes[call.place.stratum] == largest
-            ],
-            or_new=sizes[stratum] == largest,
+        if self._ranked_at != self.changes:
+            self._rank()
+        stratum, layer = call.place.stratum, call.place.layer
+        own = self._steps.room(call.step)[:2]
+        largest = max([self._sizes[stratum] + 1, *self._sizes.values()])
+        # The new call itself is refused only if its stratum is one of the largest.
+        limit = own if self._sizes[stratum] + 1 == largest else (1, 0)
+        # Calls of one step are spread over the layers while a step has several.
+        spacing = len(stratum.layers) * stratum.steps // max(self._sizes[stratum], 1)
+        is_near = any(
+            kept.step == call.step
+            and kept.place.stratum is stratum
+            and abs(kept.place.layer - layer) < spacing
+            for kept in self.calls.values()
         )
+        for step, freed, index in self._ranked:
+            kept = self.calls[index]
+            other, is_same_step = kept.place.stratum, kept.step == call.step
+            crowded = own if is_same_step else step  # the new call adds to its step's crowd
+            if crowded > limit or self._sizes[other] + (other is stratum) < largest:
+                continue
+            needed = freed
+            if other is stratum:
+                if is_near and not is_same_step:
+                    continue
+                needed = self._layers[stratum].room(layer, kept.place.layer)
+            if (needed, limit) > (freed, crowded):
+                return kept
+        return None
 
-    def _rank(self, call: OfferedCall) -> _DropRank:
-        crowd = self._modules[call.place.module] + self._steps[call.step]
-        priority = _priority(call.place, call.step)
-        return _DropRank(crowd, self._off_grid(call.step), priority, call.call_index)
-
-    def _off_grid(self, step: int) -> bool:
-        return step / _GOLDEN % 1.0 >= self._grid
+    def _rank(self) -> None:
+        """Rank the kept calls."""
+        layers: dict[Stratum, list[int]] = {}
+        for call in self.calls.values():
+            layers.setdefault(call.place.stratum, []).append(call.place.layer)
+        self._sizes = Counter({stratum: len(kept) for stratum, kept in layers.items()})
+        self._layers = {
+            stratum: Axis(kept, len(stratum.layers)) for stratum, kept in layers.items()
+        }
+        self._steps = Axis((call.step for call in self.calls.values()), self._last_step + 1)
+        self._ranked = sorted(
+            DropRank(
+                self._steps.room(call.step, call.step)[:2],
+                self._layers[call.place.stratum].room(call.place.layer, call.place.layer),
+                call.call_index,
+            )
+            for call in self.calls.values()
+        )
+        self._ranked_at = self.changes
 
     def _add(self, call: OfferedCall) -> None:
         super()._add(call)
-        self._modules[call.place.module] += 1
-        self._steps[call.step] += 1
-        self._changed()
+        self.changes += 1
 
     def _remove(self, call: OfferedCall) -> None:
         super()._remove(call)
-        self._modules -= Counter([call.place.module])  # `-=` removes modules without kept calls
-        self._steps -= Counter([call.step])
-        self._changed()
-
-    def _changed(self) -> None:
         self.changes += 1
-        self._grid = len(self._steps) / (self._last_step + 1)
 
 
-_LOWEST = _DropRank(-1, False, 0.0, -1)
-
-
-def _priority(place: SamplePlace, step: int) -> float:
-    """Return the tie-breaker of a call: the call with the highest priority is dropped."""
-    return (place.origin + step / _PLASTIC**2) % 1.0
-
-
-def make_sampler(sample: str, max_calls: int, max_bytes: int | None) -> Sampler:
+def make_sampler(sample: str, max_calls: int | str, max_bytes: int | None) -> Sampler:
     """Create the sampler with the name `sample`, one of `SAMPLES`.
+
+    Args:
+        max_calls: largest number of calls, or `per-layer`.
 
     Raises:
         ValueError: the name or a limit is invalid.
     """
-    max_calls = positive("max", max_calls)
     if max_bytes is not None:
         max_bytes = positive("max_bytes", max_bytes)
+    if max_calls == PER_LAYER:
+        if sample != "spread":
+            raise ValueError(f"max {PER_LAYER} needs sample spread, not {sample}")
+        return PerLayerSampler(sys.maxsize, max_bytes)
+    max_calls = positive("max", max_calls)
     samplers = {"spread": SpreadSampler, "hard": HardSampler, "first": Sampler}
     if sample in samplers:
         return samplers[sample](max_calls, max_bytes)

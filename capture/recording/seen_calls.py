@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,10 @@ from capture.hooks.interceptor import Arguments
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import CallSite, matches
 from capture.hooks.phases import RECOMPUTE
+from capture.recording.call_builder import why_never_stored
 from capture.recording.context import RecordingContext
 from capture.recording.sampling import SamplePlace
+from capture.storage.capture_record import CaptureRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -48,16 +49,16 @@ class SeenCalls:
         self._context = context
         self._lock = lock
         self._visits: dict[str, list[int]] = {}
-        """Step of each module's latest call, and the call's position in the step."""
+        """Forward index of each module's latest call, and the call's position in this pass."""
 
     def visit(self, site: CallSite) -> None:
-        """Count a call of a module in its step; the count matches calls between ranks."""
+        """Count a call of a module in its forward pass; the count matches calls between ranks."""
         latest = self._visits.setdefault(site.module, [-1, 0])
-        latest[1] = latest[1] + 1 if latest[0] == site.step else 0
-        latest[0] = site.step
+        latest[1] = latest[1] + 1 if latest[0] == site.forward_index else 0
+        latest[0] = site.forward_index
 
     def position(self, site: CallSite) -> int:
-        """Return the position of a module's latest call in its step, from 0."""
+        """Return the position of a module's latest call in its forward pass, from 0."""
         return self._visits[site.module][1]
 
     def find(
@@ -73,6 +74,8 @@ class SeenCalls:
             like: key of the group in `groups`; None if the call's properties cannot be compared.
             dtype: dtype that autocast casts the arguments to.
         """
+        if not arguments.refusal and (reason := why_never_stored(arguments.query)):
+            arguments = arguments._replace(refusal=reason)
         with self._lock:
             with outside_of_modes():
                 count = self.census.count_of(site, arguments, dtype)
@@ -86,39 +89,16 @@ class SeenCalls:
                     found = self.groups.setdefault(like, found)
             return found
 
-    @property
-    def summary(self) -> str:
-        """Numbers of calls kept, eligible and not sampled, by component, in one line.
-
-        The line is empty for one component whose calls were all eligible.
-        """
-        eligible, others = Counter[str](), Counter[str]()
-        kept = Counter[str]()
-        for (module, phase, _), count in self.census.items():
-            component = self._context.tracker.component(module)
-            if phase == RECOMPUTE:
-                others[f"{component} ({phase})".strip()] += count.calls
-            elif self._places.get(count) is None:
-                others[component or "other modules or phases"] += count.calls
-            else:
-                eligible[component] += count.calls
-                kept[component] += count.kept
-        if len(eligible) == 1 and not others:
-            return ""
-        kept_of_eligible = ", ".join(
-            f"{component}{': ' if component else ''}{kept[component]} of {count}"
-            for component, count in eligible.items()
-        )
-        line = f"kept of the eligible calls: {kept_of_eligible or 'none'}"
-        if others:
-            line += "; not sampled: " + ", ".join(f"{name} {n}" for name, n in others.items())
-        return line
-
     def _place(self, site: CallSite, count: CallCount) -> SamplePlace | None:
         """Return the place of these calls in the sample; None if they must not be stored."""
         capture = self._context.capture
-        if count.signature.refusal or not site.module or not matches(site.module, capture.modules):
-            return None
-        if site.phase == RECOMPUTE or capture.phase not in ("", site.phase):
+        if count.signature.refusal or not is_selected(capture, site.module, site.phase):
             return None
         return self._context.sampler.place((site.phase, *count.signature.stratum), site.module)
+
+
+def is_selected(capture: CaptureRecord, module: str, phase: str) -> bool:
+    """Return whether the user selected the calls of a module in a phase."""
+    if not module or phase == RECOMPUTE or capture.phase not in ("", phase):
+        return False
+    return matches(module, capture.modules)

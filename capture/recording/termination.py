@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
@@ -32,7 +33,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
         CaptureError: no thread can be started.
     """
     ours = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread() or not ours:
+    if not can_flush() or not ours:
         yield
         return
     process, main = os.getpid(), threading.get_ident()
@@ -57,7 +58,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
             # Only the main thread can end the process by a signal; the signal also wakes it.
             signal.pthread_kill(main, number)
 
-    thread = started(wait, "capture-termination")
+    thread = started(wait)
     for number in ours:
         signal.signal(number, handler)
     try:
@@ -74,17 +75,51 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
             _end_by(arrived)
 
 
-def started(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread, which does not keep the program from ending."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
+def can_flush() -> bool:
+    """Return whether `before_termination` has an effect in this thread."""
+    return threading.current_thread() is threading.main_thread()
+
+
+class Job:
+    """Work in a thread that does not keep the program from ending.
+
+    `threading` keeps its threads in a `WeakSet`. When a thread object is freed, Python code of that
+    set runs, and Python discards a KeyboardInterrupt that arrives meanwhile. Therefore a job starts
+    its thread without such an object.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._ended = threading.Event()
+
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._ended.wait(timeout)
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+
+def started(work: Callable[[], None]) -> Job:
+    """Start a job.
+
+    Raises:
+        CaptureError: no thread can be started.
+    """
+    job = Job(work)
     try:
-        thread.start()
+        _thread.start_new_thread(job.run, ())
     except RuntimeError as error:
         raise CaptureError(
             f"cannot start the two threads that recording needs ({error}); raise the limit with "
             "`ulimit -u`"
         ) from error
-    return thread
+    return job
 
 
 def _end_by(number: int) -> None:

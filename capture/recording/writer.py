@@ -86,7 +86,7 @@ class Writer:
         self._undone: list[int] = []
         """Indices of calls to drop, if the journal's line about them could not be written yet."""
         self._changed = threading.Condition()
-        self._thread = started(self._work, "capture-writer")
+        self._thread = started(self._work)
 
     def reserve(self, nbytes: int, *, pinned: bool) -> HostBuffer:
         """Return a buffer, after waiting for calls to be written if memory is short."""

@@ -16,12 +16,13 @@ from capture.call.attention_call import AttentionCall, Origin
 from capture.call.attention_variant import VARIANT_TENSORS, key_ranges
 from capture.call.mask_structure import found_in
 from capture.call.strides import pack, unpack
-from capture.errors import DatasetError
+from capture.errors import DatasetError, InvalidCall
 from capture.storage import checksums
-from capture.storage.header import CallHeader, dtype_name, memory_excess, stored_tensors
+from capture.storage.header import CallHeader, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.names import FILE
 from capture.storage.tensor_file import TensorFile, write_safetensors
+from capture.storage.value_rules import value_fault
 
 FORMAT = "attention-replay/2"
 _HEADER_KEY = "attention-replay"
@@ -36,7 +37,11 @@ class PackedCall:
 
     @classmethod
     def of(cls, call: AttentionCall) -> PackedCall:
-        """Copy `call`'s tensors to the CPU, so that later changes do not affect the file."""
+        """Copy `call`'s tensors to the CPU, so that later changes do not affect the file.
+
+        Raises:
+            InvalidCall: see `with_values`.
+        """
         tensors = stored_tensors(call)
         packed = {name: pack(tensor) for name, tensor in tensors.items()}
         layouts = {name: layout for name, (_, layout) in packed.items()}
@@ -47,7 +52,13 @@ class PackedCall:
 
     @classmethod
     def with_values(cls, header: CallHeader, values: dict[str, Tensor]) -> PackedCall:
-        """Find the mask's structure in the values, and add it to `header`."""
+        """Check the values of lengths and pages, and add the mask's structure to `header`.
+
+        Raises:
+            InvalidCall: the model's call is invalid, so that the file could not be loaded.
+        """
+        if fault := value_fault(header, values, sum(each.nbytes for each in values.values())):
+            raise InvalidCall(fault, header.origin.module, header.origin.step)
         return cls(replace(header, mask_structure=_mask_structure(header, values)), values)
 
     def write(self, path: Path) -> FileEntry:
@@ -130,6 +141,8 @@ class FileEntry:
                 of proportion to its size.
         """
         values = self._read(check=check)
+        if fault := value_fault(self.header, values, self.nbytes):
+            raise DatasetError(fault, self.path)
         tensors = {
             name: unpack(values.pop(name), layout, device)
             for name, layout in self.header.layouts.items()
@@ -141,7 +154,7 @@ class FileEntry:
             for name, dimensions in VARIANT_TENSORS.items()
             if name in tensors
         )
-        call = AttentionCall(
+        return AttentionCall(
             **tensors,
             is_causal=self.header.is_causal,
             scale=self.header.scale,
@@ -150,9 +163,6 @@ class FileEntry:
             variant=self.header.variant,
             origin=self.origin,
         )
-        if fault := _sequences_fault(call) or _pages_fault(call, self.nbytes):
-            raise DatasetError(fault, self.path)
-        return call
 
     def _read(self, *, check: bool) -> dict[str, Tensor]:
         if self.fetch is not None:
@@ -191,42 +201,6 @@ def _header(file: TensorFile) -> CallHeader:
         return CallHeader.from_json(parsed(file.metadata[_HEADER_KEY]))
     except ValueError as error:
         raise DatasetError(f"its header is damaged ({error})", file.path) from error
-
-
-def _sequences_fault(call: AttentionCall) -> str:
-    """Return the fault in the lengths of a call's sequences; empty if there is none."""
-    for name, total in (("cu_seqlens_q", call.shape.q_len), ("cu_seqlens_k", call.shape.kv_len)):
-        starts = getattr(call, name)
-        if starts is None:
-            continue
-        if starts[0] != 0 or starts[-1] != total or bool((starts.diff() < 0).any()):
-            return f"{name} does not rise from 0 to {total}"
-    stated = call.variant.max_seqlen_q
-    if stated is not None and call.cu_seqlens_q is not None:
-        longest = int(call.cu_seqlens_q.diff().max())
-        if stated < longest:  # kernels would not write the outputs after `stated`
-            return f"max_seqlen_q is {stated}, but the longest sequence has {longest} queries"
-    used = call.seqused_k
-    if used is not None:
-        given = call.shape.kv_len if call.cu_seqlens_k is None else call.cu_seqlens_k.diff()
-        if call.page_table is not None:
-            given = call.page_table.shape[1] * call.key.shape[2]
-        if bool(((used < 0) | (used > given)).any()):
-            return "seqused_k counts more keys than there are"
-    return ""
-
-
-def _pages_fault(call: AttentionCall, nbytes: int) -> str:
-    """Return the fault in the page table of a call, in a file of `nbytes`; empty if none."""
-    table, used = call.page_table, call.seqused_k
-    if table is None or used is None:
-        return ""
-    pool, kv_heads, page_size, _ = call.key.shape
-    if bool(((table < 0) | (table >= pool)).any()):
-        return f"page_table names a page outside the pool of {pool}"
-    longest = -(-int(used.max()) // page_size) * page_size
-    numbers = table.shape[0] * longest * kv_heads * (call.shape.head_dim + call.shape.v_head_dim)
-    return memory_excess("its sequences", numbers * call.key.element_size(), nbytes)
 
 
 def _mask_structure(header: CallHeader, values: dict[str, Tensor]) -> str:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture.call.attention_call import Origin
+from capture.errors import InvalidCall
 from capture.storage.json_data import fields_of, required, typed, with_names
+from capture.text.counted import counted
 
 
 @dataclass
@@ -40,6 +42,12 @@ class CaptureRecord:
     missed_attention: list[dict[str, Any]] = field(default_factory=list)
     """Attention that is not in the census (`capture.hooks.missed_attention`)."""
 
+    invalid_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Sampled calls that are not stored because the model passed invalid lengths or pages.
+
+    Each entry has `module`, `reason`, the `step` of the first such call, and the number of `calls`.
+    """
+
     @classmethod
     def of(cls, origin: Origin) -> CaptureRecord:
         """Return a record with the data that a call of the capture contains."""
@@ -53,11 +61,32 @@ class CaptureRecord:
         """Return whether the other record describes this capture before its end."""
         return self.is_same(other) and self.complete and not other.complete
 
+    def add_invalid(self, call: InvalidCall) -> None:
+        """Count an invalid call of the model."""
+        for known in self.invalid_calls:
+            if (known["module"], known["reason"]) == (call.module, str(call)):
+                known["calls"] += 1
+                return
+        self.invalid_calls.append(
+            {"module": call.module, "step": call.step, "reason": str(call), "calls": 1}
+        )
+
+    @property
+    def invalid(self) -> list[str]:
+        """One sentence about each kind of invalid call."""
+        return [
+            f"{each['module'] or 'a call outside all modules'}, step {each['step']}: the model "
+            f"calls attention with invalid arguments: {each['reason']}"
+            + (f" ({counted(each['calls'], 'call')})" if each["calls"] > 1 else "")
+            for each in self.invalid_calls
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's record of the capture."""
         fields = with_names(vars(self), {"missed_attention": "gone_past"})
-        if not self.missed_attention:
-            del fields["gone_past"]
+        for name in ("gone_past", "invalid_calls"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     @classmethod
@@ -73,6 +102,11 @@ class CaptureRecord:
             required(past, "example", str)
             if min(required(past, "forwards", int), required(past, "modules", int)) < 0:
                 raise ValueError("gone_past has a negative count")
+        for invalid in record.invalid_calls:
+            required(invalid, "module", str)
+            required(invalid, "reason", str)
+            if required(invalid, "step", int) < 0 or required(invalid, "calls", int) < 1:
+                raise ValueError("invalid_calls has an invalid count")
         return record
 
 

@@ -116,9 +116,12 @@ class CallHeader:
     def to_json(self) -> dict[str, Any]:
         """Return the header as plain data, ten times as fast as `dataclasses.asdict`."""
         layouts = {name: vars(layout) for name, layout in self.layouts.items()}
+        origin = with_names(vars(self.origin), {"entry_point": "road"})
+        if self.origin.forward_index is None:  # the format of old recordings
+            del origin["forward_index"]
         return {
             **vars(self),
-            "origin": with_names(vars(self.origin), {"entry_point": "road"}),
+            "origin": origin,
             "layouts": layouts,
             "variant": self.variant.arguments(),
         }

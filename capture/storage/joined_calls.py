@@ -137,6 +137,6 @@ def _key(origin: Origin) -> tuple[object, ...]:
         *origin.split_ranks,
         origin.module,
         origin.phase,
-        origin.step,
+        origin.step if origin.forward_index is None else origin.forward_index,
         origin.call_in_step,
     )

@@ -16,7 +16,14 @@ def dataset_html(entries: Sequence[FileEntry], above: Sequence[str]) -> str:
     Args:
         above: sentences to put above the table.
     """
-    return html_table(HEADINGS, [_line(entry) for entry in entries], above)
+    lines = [_line(entry) for entry in entries]
+    return html_table(HEADINGS, lines, [*above, *filter(None, [steps_note(entries)])])
+
+
+def steps_note(entries: Sequence[FileEntry]) -> str:
+    """Return what the steps of old recordings are; empty for other recordings."""
+    is_old = any(entry.origin.forward_index is None for entry in entries)
+    return "the step column counts forwards, not steps" if is_old else ""
 
 
 def _line(entry: FileEntry) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import Dataset
 from capture.storage.journal import JournalContents, call_files, index_of, journals, stems
-from capture.storage.locations import why_read_only
+from capture.storage.locations import directory_of, why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import MANIFEST
 from capture.storage.unfinished import UnfinishedCapture
@@ -33,9 +33,8 @@ def repair(directory: str | Path) -> list[str]:
     """
     if reason := why_read_only(directory):
         raise DatasetError(f"{reason}: repair the directory that it was made from")
+    directory_of(directory)  # reports a file, or a missing directory
     directory = Path(directory)
-    if not directory.is_dir():
-        raise DatasetError(f"{directory}: no such directory")
     try:
         with locked(directory):
             before = Dataset.listed(directory)

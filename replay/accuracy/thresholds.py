@@ -7,12 +7,12 @@ table for each class of kernel: `[quantised]` with a line `minimum_cosine = 0.98
 from __future__ import annotations
 
 import difflib
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from attention_replay.errors import Error
+from capture.storage.toml_data import read_tables
 from replay.rows.errors_of_output import AccuracyClass
 
 
@@ -103,12 +103,8 @@ class Thresholds:
         Raises:
             ThresholdsError: the file cannot be read or used.
         """
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
         try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            tables = read_tables(path)
         except OSError as error:
             raise ThresholdsError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:

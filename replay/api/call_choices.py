@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from capture.errors import DatasetError
 from capture.storage.arrivals import shown_arrivals
 from capture.storage.listing import listed_files
 from capture.storage.locations import directory_of
+from capture.storage.names import is_of_dataset
+from capture.text.printable import quoted
 from replay.api.chosen_device import ChoiceError
 from replay.workloads.call_names import chosen_names
+from replay.workloads.call_sizes import Sizes, sizes_of
 
 if TYPE_CHECKING:
     from capture.call.attention_call import AttentionCall
@@ -65,6 +70,11 @@ class RecordedCalls(CallChoice):
         if self.dataset is not None:
             return
         directory = directory_of(self.where)
+        if directory is not None and not any(map(is_of_dataset, os.listdir(directory))):
+            raise DatasetError(
+                f"{self.where}: holds no recorded calls; record some with "
+                f"`capture --model NAME --out {quoted(directory)}`"
+            )
         if directory is None or self.names is None or self.join_ranks:
             return
         if files := listed_files(directory):
@@ -161,10 +171,17 @@ class RandomCall(RandomValues):
     v_head_dim: int | None = None
     """Head dimension of the value; None for `head_dim`."""
 
+    def check(self) -> None:
+        self._sizes()
+
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
         from replay.workloads import random_calls
 
-        spec = random_calls.Spec(
+        dtype = random_calls.dtype(self.dtype)
+        return self._calls("random", [random_calls.Spec(**vars(self._sizes()), dtype=dtype)])
+
+    def _sizes(self) -> Sizes:
+        return Sizes(
             batch=self.batch,
             q_heads=self.q_heads,
             kv_heads=self.q_heads if self.kv_heads is None else self.kv_heads,
@@ -172,9 +189,7 @@ class RandomCall(RandomValues):
             kv_len=self.q_len if self.kv_len is None else self.kv_len,
             head_dim=self.head_dim,
             v_head_dim=self.head_dim if self.v_head_dim is None else self.v_head_dim,
-            dtype=random_calls.dtype(self.dtype),
         )
-        return self._calls("random", [spec])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +199,9 @@ class SuiteCalls(RandomValues):
     suite: str
     max_seq: int | None = None
     """Maximum sequence length; longer shapes are left out."""
+
+    def check(self) -> None:
+        sizes_of(self.suite, self.max_seq)
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
         from replay.workloads import random_calls

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,23 @@ class MeasureChoice:
         names = (self.baseline, self.errors_against)
         return [name for name in names if name not in (None, "reference", "captured")]
 
+    @cached_property
+    def thresholds(self) -> Thresholds:
+        """Thresholds for judging accuracy, read once, because their file may be a pipe.
+
+        Raises:
+            ThresholdsError: the file cannot be read or used.
+        """
+        return thresholds(self.tolerances)
+
+    def check(self, device: str | None) -> None:
+        """Raise Error for a choice that cannot be used on this device; imports no torch."""
+        _ = self.thresholds
+        if self.cache == "cold" and device == "cpu":
+            raise ChoiceError(
+                "--cache cold requires a GPU: leave it out, CPU caches are always warm"
+            )
+
     def settings(self, device: torch.device) -> Settings:
         """Return the settings of a replay on this device.
 
@@ -64,11 +82,8 @@ class MeasureChoice:
         from replay.bench.settings import Settings
         from replay.end_to_end.model_process import OWN
 
+        self.check(device.type)
         is_gpu = device.type == "cuda"
-        if self.cache == "cold" and not is_gpu:
-            raise ChoiceError(
-                "--cache cold requires a GPU: leave it out, CPU caches are always warm"
-            )
         calls_before = self.calls_before
         if calls_before is None:
             calls_before = CALLS_BEFORE_IN_MODELS if self.for_model and is_gpu else 0
@@ -87,7 +102,7 @@ class MeasureChoice:
             roofline="roofline" in self.metrics,
             resources="resources" in self.metrics,
             save_output=None if self.save_output is None else _made(Path(self.save_output)),
-            tolerances=thresholds(self.tolerances),
+            tolerances=self.thresholds,
         )
 
 
@@ -145,13 +160,14 @@ class ReplayRequest:
     def check(self) -> None:
         """Raise Error for mistakes that can be found in a fraction of a second.
 
-        PyTorch is imported only if the name of a device or kernel seems wrong.
+        PyTorch is imported only if the name of a kernel seems wrong.
 
         Raises:
             Error: a choice cannot be used.
         """
         check_name(self.place.device)
         self.calls.check()
+        self.measure.check(self.place.device)
         check_kernels(self.kernels, self.measure.special_kernels, parse_files=not self.place.env)
         self.place.interpreters()
 

@@ -17,9 +17,12 @@ class ChoiceError(Error):
 
 
 def check_name(name: str | None) -> None:
-    """Raise ChoiceError for an invalid device name; import torch only if the name seems wrong."""
-    if name and not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
-        device_of(name)
+    """Raise ChoiceError for a name of a device that no machine has. Imports no torch."""
+    if name is None or re.fullmatch("cpu|cuda(:[0-9]{1,2})?", name):
+        return
+    if name.startswith("cpu:"):
+        raise ChoiceError(f"--device {name}: there is one, write --device cpu")
+    raise ChoiceError(f"--device {name}: only cpu and cuda are supported, write, e.g., cuda:1")
 
 
 def device_of(name: str | None) -> torch.device:
@@ -28,19 +31,13 @@ def device_of(name: str | None) -> torch.device:
     Raises:
         ChoiceError: there is no such device, or no kernel runs on it.
     """
+    check_name(name)
     import_large("torch")
     import torch
 
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ChoiceError(f"--device {name}: write, e.g., cpu, cuda or cuda:1") from error
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ChoiceError(f"--device {name}: PyTorch finds no CUDA device, use --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise ChoiceError(f"--device {name}: only cpu and cuda are supported")
-    if device.type == "cpu" and device.index is not None:
-        raise ChoiceError(f"--device {name}: there is one, write --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ChoiceError(
             f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices, from cuda:0"

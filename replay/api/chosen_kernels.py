@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.large_imports import import_large
 from replay.api.chosen_device import ChoiceError
+from replay.kernels.declared_arguments import SignatureError, check_source
 from replay.kernels.kernel_names import look_known, parts
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
-    """Raise Error if a kernel is unknown or its file cannot be parsed.
+    """Raise Error if a kernel is unknown, or its file cannot be parsed or its function called.
 
     PyTorch is imported only if a name seems to be unknown.
 
@@ -31,15 +31,20 @@ def check_kernels(names: str | None, special: Sequence[str], *, parse_files: boo
     """
     patterns = ",".join(filter(None, (names, *special)))
     for name in parts(patterns) if parse_files else []:
-        path, _, _ = name.rpartition(":")
+        path, _, function = name.rpartition(":")
         if not path.endswith(".py"):
             continue
+        if not Path(path).is_file():
+            raise ChoiceError(f"no kernel {name!r}: there is no file {path}")
         try:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                ast.parse(Path(path).read_bytes())
+            check_source(ast.parse(Path(path).read_bytes()), function)
         except SyntaxError as error:
             where = f"{path}, line {error.lineno}"
             raise ChoiceError(f"no kernel {name!r}: {where}: {error.msg}") from error
+        except SignatureError as error:
+            raise ChoiceError(f"no kernel {name!r}: {error}") from error
+        except (OSError, ValueError, RecursionError):
+            pass  # importing the file will tell
     if look_known(patterns):
         return
     import_large("torch")

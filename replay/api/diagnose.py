@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 from replay.api.choices import joined_names, thresholds
 from replay.api.chosen_device import ChoiceError, device_of
 from replay.api.chosen_kernels import check_importable
+from replay.api.messages import say
 from replay.api.replay_calls import call_choice
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from capture.call.attention_call import AttentionCall
     from capture.storage.dataset import Dataset
     from replay.accuracy.thresholds import Thresholds
+    from replay.diagnosis.diagnosis import Diagnosis
     from replay.diagnosis.examinations import Diagnoses
     from replay.kernels.registry import Kernel
     from replay.workers.environments import ProbeResult
@@ -129,6 +131,8 @@ def examine_recording(
         with call_choice(dataset, joined_names(calls)) as choice:
             chosen = choice.found(choice.opened(quiet=quiet), quiet=quiet)
             found.note = chosen.note
+            if not quiet:
+                found.tell = _first_of_each_kind()
             able = able_kernels(joined_names(kernels), place, timeout, workers=workers)
             tasks = [f"{call.name}, {kernel.name}" for call in chosen.workloads for kernel in able]
             with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=quiet) as report:
@@ -143,6 +147,19 @@ def examine_recording(
                 )
     except KeyboardInterrupt:
         raise ExaminationInterrupted(found, len(tasks)) from None
+
+
+def _first_of_each_kind() -> Callable[[Diagnosis], None]:
+    """Return a function that prints a diagnosis, if it is the first of its kernel and cause."""
+    known = set()
+
+    def tell(diagnosis: Diagnosis) -> None:
+        if (kind := (diagnosis.kernel, diagnosis.cause)) not in known:
+            known.add(kind)
+            kernel, cause = kind
+            say(f"{kernel}: {cause}: {diagnosis.call}: {diagnosis.place}: {diagnosis.sentence}")
+
+    return tell
 
 
 def able_kernels(

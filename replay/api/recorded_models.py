@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,59 @@ class ModelRequest:
     timeout: float = 300.0
     """Seconds after which a model process that gives no sign of life is killed."""
 
+    def check(self) -> None:
+        """Raise Error if the plan or the text cannot be used; imports no torch."""
+        _ = self.words
+        names = [] if self.loaded_plan is None else self.loaded_plan.code
+        for file in [code.rpartition(":")[0] for code in names]:
+            if not Path(file).is_file():
+                raise RecordingError(
+                    f"{self.plan} names a kernel in {file}, which does not exist: put it "
+                    "there, or make the plan again with `replay plan`"
+                )
+        if names and not self.trust_code:
+            raise RecordingError(
+                f"{self.plan} names kernels whose code would run, {', '.join(names)}: "
+                "read it, and allow it to run with --trust-code"
+            )
+
+    @cached_property
+    def loaded_plan(self) -> Plan | None:
+        """The plan, read once, because its file may be a pipe.
+
+        Raises:
+            PlanError: the plan cannot be read.
+        """
+        from replay.plan.plan import Plan
+
+        return None if self.plan is None else Plan.load(self.plan)
+
+    @property
+    def plan_kernels(self) -> str | None:
+        """Return the names of the plan's kernels, the default kernels to measure."""
+        plan = self.loaded_plan
+        return None if plan is None else ",".join([plan.baseline, *plan.kernels])
+
+    @cached_property
+    def words(self) -> str | None:
+        """The text on which perplexity is measured.
+
+        Raises:
+            RecordingError: the text cannot be read, or is empty.
+        """
+        path = self.text
+        if path is None:
+            return None
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise RecordingError(f"cannot read --text {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise RecordingError(f"--text {path} is not UTF-8: convert it first") from error
+        if not text.strip():
+            raise RecordingError(f"--text {path} is empty: give a text of a few hundred words")
+        return text
+
 
 @dataclass(frozen=True)
 class RecordedModels:
@@ -50,11 +104,6 @@ class RecordedModels:
     """Arguments for building the model of each capture."""
     text: str | None
     plan: Plan | None
-
-    @property
-    def plan_kernels(self) -> str | None:
-        """Return the names of the plan's kernels, the default kernels to measure."""
-        return None if self.plan is None else ",".join([self.plan.baseline, *self.plan.kernels])
 
 
 def recorded_models(
@@ -74,16 +123,17 @@ def recorded_models(
         NotTrusted: the recording names code to run.
     """
     from replay.end_to_end.rebuild import load_arguments
-    from replay.plan.plan import Plan
 
-    plan = None if request.plan is None else Plan.load(request.plan)
+    plan = request.loaded_plan
     captures = whole_captures(dataset, where)
     if plan is not None:
         _check_plan(plan, request, captures, where, device)
     builds = [
         load_arguments(capture, str(device), trust_code=request.trust_code) for capture in captures
     ]
-    return RecordedModels(request, captures, builds, _text(request.text, captures), plan)
+    if request.text is not None:
+        _check_text(captures)
+    return RecordedModels(request, captures, builds, request.words, plan)
 
 
 def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
@@ -148,17 +198,6 @@ def _check_plan(
             f"{request.plan} is a plan for {plan.model}, but {where} contains "
             f"{models}: use a plan for this model"
         )
-    for file in [code.rpartition(":")[0] for code in plan.code]:
-        if not Path(file).is_file():
-            raise RecordingError(
-                f"{request.plan} names a kernel in {file}, which does not exist: put it "
-                "there, or make the plan again with `replay plan`"
-            )
-    if plan.code and not request.trust_code:
-        raise RecordingError(
-            f"{request.plan} names kernels whose code would run, {', '.join(plan.code)}: "
-            "read it, and allow it to run with --trust-code"
-        )
     if not request.any_device and (misfit := mismatch(plan.device, [type_of(device)])):
         raise RecordingError(
             f"{request.plan} {misfit}: make one here with `replay plan`, or use it all the "
@@ -171,9 +210,8 @@ def _check_plan(
         )
 
 
-def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
-    if path is None:
-        return None
+def _check_text(captures: Sequence[CaptureRecord]) -> None:
+    """Raise RecordingError if no recorded model can read a text."""
     language = [
         capture
         for capture in captures
@@ -188,12 +226,3 @@ def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
             "--text requires a known tokenizer, which a model built by a function does not have: "
             "leave it out, or capture the model by directory or name"
         )
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecordingError(f"cannot read --text {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RecordingError(f"--text {path} is not UTF-8: convert it first") from error
-    if not text.strip():
-        raise RecordingError(f"--text {path} is empty: give a text of a few hundred words")
-    return text

@@ -242,8 +242,9 @@ class Session:
         from replay.workloads.schedule import Schedule
 
         def is_in_time(call: Workload) -> bool:
+            # An estimate can be far off, so it leaves out no call before times correct it.
             scale = pace.scale if pace.is_reliable else None
-            return self.limit.allows(pace.expected[call.label] * (scale or 1.0))
+            return not pace.done or self.limit.allows(pace.expected[call.label] * (scale or 0.0))
 
         order = None  # without a limit every call runs, in any order
         if self.limit.seconds is not None:
@@ -253,7 +254,7 @@ class Session:
         expected = [pace.expected[call.label] for call in calls]
         schedule = Schedule(calls, order, is_in_time, expected)
         with (
-            self.limit.watched(),
+            self.limit.watched(lambda: pace.done),
             shown_progress(pace, quiet=self._quiet) as report,
             contextlib.suppress(Stopped),
         ):

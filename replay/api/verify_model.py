@@ -85,9 +85,6 @@ def verify(
     """
     from replay.api.chosen_device import device_of
 
-    where = device_of(device)
-    with call_choice(dataset) as choice:
-        opened = choice.opened(quiet=progress is False)
     request = ModelRequest(
         None if plan is None else os.fspath(plan),
         None if text is None else os.fspath(text),
@@ -96,13 +93,17 @@ def verify(
         any_device,
         timeout,
     )
+    request.check()
+    where = device_of(device)
+    with call_choice(dataset) as choice:
+        opened = choice.opened(quiet=progress is False)
     models = recorded_models(request, opened, str(dataset), where)
     outputs = None if save_output is None else Path(save_output).absolute()
     names = joined_names(kernels)
     if rows is None:
         rows = replay(
             opened or dataset,
-            kernels=models.plan_kernels if names is None else names,
+            kernels=request.plan_kernels if names is None else names,
             device=str(where),
             env=env,
             timeout=timeout,

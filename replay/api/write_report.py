@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from capture.storage.json_data import parsed
 from replay.api.measured_rows import Rowlike, rows_of
 from replay.api.verify_model import as_json
-from replay.rows.row_files import RowsError
+from replay.rows.row_files import RowsError, rebuilt
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -78,22 +78,48 @@ def report(
 
 
 def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
-    """Return the given checks, or the checks of the file whose path is given.
+    """Return the given checks, or the checks of the file whose path is given, as JSON objects.
 
     Raises:
         RowsError: the file cannot be read, or does not contain checks.
     """
-    if not isinstance(checks, str | os.PathLike):
-        return [dict(check) if isinstance(check, Mapping) else as_json(check) for check in checks]
-    path = Path(checks)
+    if isinstance(checks, str | os.PathLike):
+        return [as_json(check) for check in stored_checks(Path(checks))]
+    return [dict(check) if isinstance(check, Mapping) else as_json(check) for check in checks]
+
+
+def stored_checks(path: Path) -> list[ModelResult]:
+    """Return the checks of a file that `replay verify --checks` wrote.
+
+    Raises:
+        RowsError: the file cannot be read, or does not contain checks.
+    """
     try:
         found = [parsed(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in found):
+            raise ValueError("a line is not a check")
+        return [_check(tree) for tree in found]
     except OSError as error:
         raise RowsError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RowsError(f"{path} was not written by `replay verify --checks`") from error
-    if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in found):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RowsError(
             f"{path} was not written by `replay verify --checks` of this version: verify again"
-        )
-    return found
+        ) from error
+
+
+def _check(tree: dict[str, Any]) -> ModelResult:
+    from replay.end_to_end import drift
+    from replay.end_to_end.model_check import ModelResult
+
+    made = rebuilt(ModelResult, {name: tree[name] for name in tree.keys() - {"prediction_error"}})
+    if made.drift:
+        drift.cells(made.drift)  # figures that are shown together are all there
+    found = made.prediction
+    places = [] if found is None else [found.run, *found.phases.values()]
+    times = [span.ms.p50 for span in made.measured.values()]
+    for place in places:
+        figures = (place.old_seconds, place.new_seconds, place.speedup)
+        times += [each.value for each in figures if each is not None]
+    if not all(1e-100 < abs(time) < 1e100 for time in times):  # one is divided by another
+        raise ValueError("a time or a speed-up that no model has")
+    return made

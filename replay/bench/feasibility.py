@@ -6,14 +6,11 @@ import torch
 
 from replay.timing import flops
 from replay.timing.machine import available_bytes, cpu_flops_per_second
-from replay.workloads.random_calls import ShapeError, Spec
+from replay.workloads.call_sizes import ShapeError
+from replay.workloads.random_calls import Spec
 
 PATIENCE_SECONDS = 1800
 """Longest expected duration of a run on a CPU; longer runs are refused."""
-
-LARGEST = 2**50
-"""Maximum number of elements of a tensor (a petabyte), so that torch can count the bytes of all
-tensors."""
 
 
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
@@ -26,10 +23,6 @@ def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
     Raises:
         ShapeError: a shape is too large; the message names the `--max-seq` that fits.
     """
-    for spec in specs:
-        rows = spec.batch * max(spec.q_heads, spec.kv_heads) * max(spec.q_len, spec.kv_len)
-        if rows * max(spec.head_dim, spec.v_head_dim) > LARGEST:
-            raise ShapeError("too large for any machine: give smaller sizes")
     memory = available_bytes(device)
     rate = cpu_flops_per_second() if device.type == "cpu" else None
 

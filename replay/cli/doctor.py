@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from capture.command_line.parser import positive
 from capture.text.printable import printable
 from replay.api.call_choices import RecordedCalls
-from replay.api.chosen_device import device_of
+from replay.api.choices import thresholds
+from replay.api.chosen_device import check_name, device_of
 from replay.api.diagnose import ExaminationInterrupted, able_kernels, doctor
 from replay.api.messages import say
 from replay.cli.files import UsageError, check_files, write_and_show
@@ -74,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_files(arguments)
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")
+    check_name(arguments.device)
+    arguments.tolerances = thresholds(arguments.tolerances)
     return _examine(arguments) if arguments.model is None else _record_and_examine(arguments)
 
 

@@ -8,20 +8,15 @@ from __future__ import annotations
 import argparse
 import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from capture.text.printable import printable
-from replay.api.write_report import read_checks
+from replay.api.write_report import stored_checks
 from replay.cli.files import UsageError
 from replay.cli.shared_options import VerbParser
 from replay.report.explanation import SPANS, explanation
-from replay.rows.row_files import RowsError, rebuilt
-
-if TYPE_CHECKING:
-    from replay.end_to_end.model_check import ModelResult
 
 
 def parser() -> VerbParser:
@@ -52,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: the file does not contain the named kernel, or contains no kernel.
         RowsError: the file cannot be read.
     """
-    checks = _read(arguments.checks)
+    checks = stored_checks(arguments.checks)
 
     from replay.end_to_end.model_process import BASELINE
 
@@ -72,26 +67,3 @@ def run(arguments: argparse.Namespace) -> int:
             console.print()
         console.print(Text(printable(explanation(check, arguments.phase))))
     return 0
-
-
-def _read(path: Path) -> list[ModelResult]:
-    """Return the checks of a file.
-
-    Raises:
-        RowsError: the file cannot be read, or does not contain checks.
-    """
-    found = read_checks(path)
-
-    from replay.end_to_end.model_check import ModelResult
-
-    try:
-        return [
-            rebuilt(
-                ModelResult, {name: check[name] for name in check.keys() - {"prediction_error"}}
-            )
-            for check in found
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RowsError(
-            f"{path} was not written by `replay verify --checks` of this version: verify again"
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -188,13 +189,33 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
         raise UsageError(f"cannot write {path}: create its directory first")
     if not os.access(path if os.path.exists(path) else directory, os.W_OK):
         raise UsageError(f"cannot write {path}: it is write-protected, name another file")
-    if os.path.lexists(path):
+    is_new = not os.path.lexists(path)
+    if not is_new and not stat.S_ISCHR(os.stat(path).st_mode):
         return
-    try:  # other causes: a read-only file system, a name that is too long
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        os.unlink(path)
+    try:  # other causes: a full or read-only file system, a name that is too long
+        file = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new, 0o666)
+        try:
+            os.write(file, b"\n" * is_new)
+        finally:
+            os.close(file)
+            if is_new:
+                os.unlink(path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        raise UsageError(f"cannot write {path}: {why_not_written(error)}") from error
+
+
+def _check_directory(option: str, path: str) -> None:
+    """Check early that files can be written into a directory, which may be missing.
+
+    Raises:
+        UsageError: the files cannot be written.
+    """
+    parents = (Path(path).absolute(), *Path(path).absolute().parents)
+    place = next(parent for parent in parents if parent.exists())
+    reason = "" if place.is_dir() else f"{place} is a file"
+    if reason or not os.access(place, os.W_OK):
+        reason = reason or f"{place} is write-protected"
+        raise UsageError(f"cannot write {option} {path} ({reason}): name another directory")
 
 
 def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES) -> None:
@@ -224,8 +245,7 @@ def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES)
         if other != option:
             where = "stdout" if path == "-" else path
             raise UsageError(f"{other} and {option} both name {where}: give each a file of its own")
-        if name not in DIRECTORIES:
-            check_place(path)
+        _check_directory(option, path) if name in DIRECTORIES else check_place(path)
     if given.get("per_call") and stdout_is_taken(arguments):
         raise UsageError("--per-call is about tables: name a file in place of -")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from capture.text.counted import counted
 from replay.api.call_choices import RandomCall
 from replay.api.chosen_device import device_of
+from replay.api.chosen_kernels import check_kernels
 from replay.cli.files import UsageError
 from replay.cli.requests import chosen, recorded_calls
 from replay.cli.shared_options import RECORDING, SHAPE, VALUES, VerbParser
@@ -95,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_random = "dir" not in arguments
     calls = chosen(RandomCall, arguments) if is_random else recorded_calls(arguments)
     calls.check()
+    check_kernels(arguments.kernels, [])
     device = device_of(arguments.device)
     from replay.kernels.registry import select
 

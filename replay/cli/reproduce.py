@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.text.printable import printable
-from replay.api.choices import RunPlace
+from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace
 from replay.api.messages import say
 from replay.api.reproduce_failure import SECONDS, reproduce
 from replay.cli.files import UsageError
-from replay.cli.requests import chosen
+from replay.cli.requests import chosen, recorded_calls
 from replay.cli.shared_options import VerbParser
 
 if TYPE_CHECKING:
@@ -54,19 +54,23 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         Error: an argument cannot be used, or nothing could be written.
     """
-    pythons = chosen(RunPlace, arguments).interpreters()
+    place = chosen(RunPlace, arguments)
+    pythons = place.interpreters()
     if len(pythons) > 1:
         raise UsageError(f"--env names {len(pythons)} environments: name the kernel's own")
+    measured = chosen(MeasureChoice, arguments)
+    kernel = arguments.kernel
+    ReplayRequest(recorded_calls(arguments), kernel, measured, place).check()
     found = reproduce(
         arguments.dir,
         arguments.call or "*",
-        arguments.kernel,
+        kernel,
         arguments.out,
         device=arguments.device,
         python=next(iter(pythons.values()), sys.executable),
         max_seconds=arguments.max_seconds,
         timeout=arguments.timeout,
-        tolerances=arguments.tolerances,
+        tolerances=measured.thresholds,
         progress=not arguments.quiet,
     )
     for line in _summary(found, arguments):

@@ -33,7 +33,6 @@ DISTRIBUTIONS = (
 """Names of the distributions, copied from `replay.workloads.distributions`, which imports torch."""
 MASKS = ("none", "causal", "padding", "window", "random")
 """Names of the masks: `causal`, and those of `replay.workloads.random_masks`."""
-SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 
 REQUESTED_METRICS = ("stats", "resources")
 """Figures shown only if `--metric` names them, because they take time or space."""

@@ -8,7 +8,8 @@ from capture.command_line.parser import positive
 from replay.api.call_choices import SuiteCalls
 from replay.cli.replayed import show
 from replay.cli.requests import chosen
-from replay.cli.shared_options import DEVICES, SUITES, TIMING, VALUES, WAITING, VerbParser
+from replay.cli.shared_options import DEVICES, TIMING, VALUES, WAITING, VerbParser
+from replay.workloads.call_sizes import SUITES
 
 EXAMPLES = """\
   replay suite llama

@@ -89,12 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         check_report()
     rows = rows_of(arguments)
     calls = recorded_calls(arguments)
-    calls.check()
+    model = chosen(ModelRequest, arguments)
+    model.check()
+    request = request_of(arguments, calls, for_model=True, kernels=model.plan_kernels)
     dataset = calls.opened(quiet=arguments.quiet)
-    models = recorded_models(
-        chosen(ModelRequest, arguments), dataset, arguments.dir, device_of(arguments.device)
-    )
-    request = request_of(arguments, calls, for_model=True, kernels=models.plan_kernels)
+    models = recorded_models(model, dataset, arguments.dir, device_of(arguments.device))
     # End the workers before a model is built, because a full-size model needs their memory.
     if rows is None:
         replay = replayed(request, arguments)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from replay.rows.errors_of_output import Errors
 from replay.rows.row import Row
-from replay.timing.statistics import median_interval
+from replay.timing.statistics import exp, log_ratio, median_interval
 
 AccuracyVerdict = Literal["same", "better", "worse", "inconclusive"]
 
@@ -68,9 +68,9 @@ class _Place(NamedTuple):
         """Logarithm of `after / before`; infinite if only one of the errors is zero."""
         if self.after == self.before:
             return 0.0
-        if not self.before or not self.after:
-            return math.inf if self.after else -math.inf
-        return math.log(self.after / self.before)
+        if min(self.before, self.after) <= 0:
+            return math.inf if self.after > 0 else -math.inf
+        return log_ratio(self.after, self.before)
 
 
 def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
@@ -98,7 +98,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
     # One wrong place does not move the median, so test the largest growth on its own too.
     alone = _gone_wrong_alone(places)
     finite = [each.growth for each in places if math.isfinite(each.growth)]
-    within = median_interval([math.exp(each) for each in finite])
+    within = median_interval([exp(each) for each in finite])
     if within is None:
         if alone is None and 1 / DOUBLED <= ratio <= DOUBLED:
             return AccuracyChange(ratio, None, None, "inconclusive", "too-few-places")
@@ -106,7 +106,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
             return AccuracyChange(ratio, None, None, "worse", "error-grew")
         return AccuracyChange(ratio, None, None, "better", "error-shrank")
     low, high = within
-    typical = math.exp(median(finite))
+    typical = exp(median(finite))
     if low > 1 and high >= RELEVANT:
         return AccuracyChange(typical, low, high, "worse", "error-grew")
     if alone is not None:

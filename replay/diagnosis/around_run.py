@@ -17,8 +17,9 @@ from capture.recording.record import record
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.examinations import Diagnoses, diagnose
+from replay.kernels.declared_arguments import original
 from replay.kernels.registered_functions import address_of
-from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
+from replay.kernels.registry import Kernel, KernelNameError, catalogue, find, of_function
 from replay.workloads.recorded import from_directory
 from replay.workloads.workload import Workload
 
@@ -76,8 +77,8 @@ def _kernels(kernel: str | Attention | None) -> list[Kernel]:
         return []
     if isinstance(kernel, str):
         return [find(kernel)]
-    registered = [each for each in catalogue().values() if each.attention is kernel]
-    return registered or [Kernel(getattr(kernel, "__name__", "kernel"), kernel)]
+    registered = [each for each in catalogue().values() if original(each.attention) is kernel]
+    return registered or [of_function(getattr(kernel, "__name__", "kernel"), kernel)]
 
 
 def _called(workloads: Sequence[Workload]) -> list[Kernel]:

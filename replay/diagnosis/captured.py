@@ -10,6 +10,7 @@ from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
 from replay.bench.settings import Settings
 from replay.diagnosis.hypotheses.memory import zeroed
+from replay.diagnosis.hypotheses.memory_layout import layout
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.subject import Evidence, Subject
 from replay.kernels.registry import Kernel, catalogue, find
@@ -50,7 +51,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
     subject = Subject.of(
         call, call.output, lambda *_: None, accuracy_class, None, expected, verdict.sentence
     )
-    evidence = misread(subject) or zeroed(subject)
+    evidence = misread(subject) or layout(subject) or zeroed(subject)
     if evidence is None:
         kernel = call.origin.backend or call.origin.entry_point
         evidence = Evidence(

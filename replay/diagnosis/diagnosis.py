@@ -25,6 +25,13 @@ REMEDIES: dict[str, str] = {
     "captured memory",
     "wrong-scale": "this kernel with the call's scale passed to it",
     "head-mapping": "this kernel with the key heads repeated for each query head",
+    "kv-heads": "this kernel with the keys and values repeated for each query head",
+    "other-sequence": "this kernel with one sequence per call",
+    "strides": "this kernel on contiguous copies, at the cost of the copies",
+    "layout": "this kernel with tensors in the layout that it reads: (B, H, S, D) or (B, S, H, D)",
+    "head-dim": "this kernel with head_dim padded with zeros, and the scale of the original size",
+    "too-large": "this kernel on parts of the call below the limit",
+    "nonfinite-input": "",
     "unknown": "",
 }
 """Advice on replacing a kernel, by cause."""
@@ -73,6 +80,11 @@ def diagnosed(call: str, kernel: str, origin: Origin, evidence: Evidence) -> Dia
         evidence.sentence,
         evidence.numbers,
     )
+
+
+def way_to_fail(diagnosis: Diagnosis) -> tuple[str, str, str]:
+    """Return what calls that fail alike share: kernel, cause, and sentence without numbers."""
+    return diagnosis.kernel, diagnosis.cause, re.sub(r"[\d.,×e+-]+", "#", diagnosis.sentence)
 
 
 def layer_index(module: str) -> int | None:

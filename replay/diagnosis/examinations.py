@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ import torch
 
 from attention_replay.errors import Error
 from capture.call.attention_call import Origin
+from capture.storage.json_data import shown
 from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
-from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed
+from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed, way_to_fail
 from replay.diagnosis.diagnosis_text import paragraphs
 from replay.diagnosis.examine import failure
 from replay.diagnosis.hypotheses.stale import kept_from_earlier_calls
@@ -22,11 +24,15 @@ from replay.diagnosis.server import serve
 from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel, find
 from replay.rows.row_files import rebuilt
+from replay.workers.messages import reading
 from replay.workers.process import Died, Process
 from replay.workloads.workload import Workload
 
 HEALTHY = (DEFAULT_BASELINE, "torch-efficient", "torch-math", *BEYOND_SDPA)
 """Kernels tried as replacements, after the requested kernels."""
+
+REPETITIONS = 3
+"""Number of times that a call must be right in a new process, so that it is not so by chance."""
 
 Progress = Callable[[Workload, str], None]
 
@@ -50,6 +56,8 @@ class Diagnoses:
     """Names of the correct kernels, by call."""
     note: str = ""
     """Warning about how the recording was read; usually empty."""
+    tell: Callable[[Diagnosis], None] = field(default=lambda diagnosis: None, repr=False)
+    """Function that receives each diagnosis as it is made, before a replacement is known."""
 
     @property
     def left_out(self) -> list[str]:
@@ -73,6 +81,7 @@ class Diagnoses:
             self.right.setdefault(call, []).append(kernel)
         else:
             self.found.append(diagnosis)
+            self.tell(diagnosis)
 
     def __str__(self) -> str:
         """Return the text that `replay doctor` prints: a paragraph for each kernel and cause."""
@@ -145,7 +154,8 @@ class Examiner:
 
     Each kernel has a child process, and a new one after each crash. A kernel that is wrong after
     other calls is examined again on that call alone, in a new process. The kernel has no state from
-    earlier calls there, so an error must have another cause.
+    earlier calls there, so an error must have another cause. Calls that fail alike are examined in
+    a new process only once.
 
     Args:
         timeout: seconds without a message after which a child is killed; None to use this process.
@@ -162,6 +172,8 @@ class Examiner:
                 Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
             ]
         self._calls = 0  # number of calls examined by the current process
+        self._is_own: dict[tuple[str, str, str], bool] = {}
+        """True for ways to fail that a new process repeats, False for ways that it does not."""
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
         """Examine a kernel on a call, and add the result to `found`."""
@@ -172,26 +184,52 @@ class Examiner:
             found.unreadable[workload.name] = answer.unreadable
             return
         diagnosis = answer.diagnosis
-        if diagnosis is not None and calls and self._processes:
-            again = self._answer(kernel, workload, is_alone=True).diagnosis
-            if again is None:
-                evidence = kept_from_earlier_calls(calls, diagnosis.sentence)
-                again = diagnosed(workload.name, kernel.name, answer.origin, evidence)
-            diagnosis = again
+        if diagnosis is not None and self._processes and not diagnosis.evidence.get("flickers"):
+            diagnosis = self._without_state(kernel, workload, diagnosis, calls)
         found.add(workload.name, kernel.name, diagnosis, answer.refused)
 
+    def _without_state(
+        self, kernel: Kernel, workload: Workload, diagnosis: Diagnosis, calls: int
+    ) -> Diagnosis:
+        """Return the diagnosis of a new process, or that of state kept from earlier calls."""
+        way = way_to_fail(diagnosis)
+        if not calls:
+            self._is_own[way] = True
+        elif way not in self._is_own:
+            again = self._alone(kernel, workload)
+            if again is not None and way_to_fail(again) != way:
+                return again
+            self._is_own[way] = again is not None
+        if self._is_own[way]:
+            return diagnosis
+        evidence = kept_from_earlier_calls(calls, diagnosis.sentence)
+        return replace(
+            diagnosis, cause=evidence.cause, sentence=evidence.sentence, evidence=evidence.numbers
+        )
+
+    def _alone(self, kernel: Kernel, workload: Workload) -> Diagnosis | None:
+        """Examine a kernel in a new process; None if it is right there in every repetition."""
+        answers = (self._answer(kernel, workload, is_alone=True) for _ in range(REPETITIONS))
+        try:
+            return next((each.diagnosis for each in answers if each.diagnosis is not None), None)
+        finally:
+            self._processes[1].close()
+
     def _answer(self, kernel: Kernel, workload: Workload, *, is_alone: bool = False) -> _Answer:
-        origin, answer = Origin(), _Answer()
+        origin, answer, about = Origin(), _Answer(), (workload.name, kernel.name)
         try:
             for message in self._ask("examine", [kernel], workload, is_alone=is_alone):
-                if "origin" in message:
-                    origin = Origin(**message["origin"])
-                elif "unreadable" in message:
-                    answer = _Answer(unreadable=message["unreadable"])
-                elif "examined" in message:
-                    given = message["examined"]
-                    diagnosis = None if given is None else rebuilt(Diagnosis, given)
-                    answer = _Answer(origin, diagnosis, message["refused"])
+                with self._reading(is_alone):
+                    if "origin" in message:
+                        origin = rebuilt(Origin, message["origin"])
+                    elif "unreadable" in message:
+                        answer = _Answer(unreadable=message["unreadable"])
+                    elif "examined" in message:
+                        given = message["examined"]
+                        diagnosis = None if given is None else rebuilt(Diagnosis, given)
+                        if diagnosis and (diagnosis.call, diagnosis.kernel) != about:
+                            raise ValueError(f"a finding about {shown(diagnosis.kernel)}")
+                        answer = _Answer(origin, diagnosis, message["refused"])
         except Died as death:
             evidence = failure(death.status, str(death))
             return _Answer(
@@ -206,7 +244,9 @@ class Examiner:
             try:
                 kernels = [find(name) for name in left]
                 messages = list(self._ask("find healthy", kernels, workload))
-                return next((each["healthy"] for each in messages if "healthy" in each), "")
+                with self._reading():
+                    named = [each["healthy"] for each in messages if "healthy" in each]
+                    return left[left.index(named[0])] if named else ""
             except Died as death:
                 left = left[left.index(death.kernel) + 1 :] if death.kernel in left else []
         return ""
@@ -224,20 +264,19 @@ class Examiner:
             serve(do, kernels, workload, self._settings, self._process_state, say)
             yield from messages
             return
-        process = self._processes[is_alone]
-        try:
-            for message in process.ask(
-                do=do,
-                kernels=[kernel.name for kernel in kernels],
-                workload=workload.source.to_json(),
-                settings=self._settings.to_json(),
-            ):
-                if "failed" in message:
-                    raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
-                yield message
-        finally:
-            if is_alone:
-                process.close()
+        for message in self._processes[is_alone].ask(
+            do=do,
+            kernels=[kernel.name for kernel in kernels],
+            workload=workload.source.to_json(),
+            settings=self._settings.to_json(),
+        ):
+            if "failed" in message:
+                raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
+            yield message
+
+    def _reading(self, is_alone: bool = False) -> AbstractContextManager[None]:
+        """End the child if this block finds that its message is invalid."""
+        return reading(self._processes[is_alone]) if self._processes else nullcontext()
 
     def close(self) -> None:
         """End the child processes; the next kernel gets new ones."""

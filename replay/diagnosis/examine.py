@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,14 +18,26 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel
 from replay.diagnosis.captured import CAPTURED, examine_captured
 from replay.diagnosis.derived import HeadRows
+from replay.diagnosis.hypotheses.head_dims import head_dim
 from replay.diagnosis.hypotheses.lengths import odd_length
+from replay.diagnosis.hypotheses.limits import too_large
 from replay.diagnosis.hypotheses.magnitudes import outlier_channel, overflow
-from replay.diagnosis.hypotheses.memory import flickering, unwritten, zeroed
+from replay.diagnosis.hypotheses.memory import flickering, flickers, unwritten, zeroed
+from replay.diagnosis.hypotheses.memory_layout import layout
 from replay.diagnosis.hypotheses.order import late_sink
+from replay.diagnosis.hypotheses.others import kv_heads
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
+from replay.diagnosis.hypotheses.strides import strides
 from replay.diagnosis.poison import poisoned
-from replay.diagnosis.subject import Evidence, Hypothesis, KernelRunner, Subject, row_shares
+from replay.diagnosis.subject import (
+    Evidence,
+    Flickers,
+    Hypothesis,
+    KernelRunner,
+    Subject,
+    row_shares,
+)
 from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs, aliases
 from replay.isolation.judge import Judged
@@ -35,20 +48,24 @@ from replay.kernels.registry import Kernel
 from replay.rows.errors_of_output import AccuracyClass
 from replay.timing.gpu_state import gpu_is_lost
 
+AS_RECORDED: tuple[Hypothesis, ...] = (unwritten, flickering, strides)
+"""Hypotheses about the call as it was recorded; these causes make other experiments meaningless."""
+
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    unwritten,
-    flickering,
     misread,
+    layout,
     odd_length,
     late_sink,
     overflow,
     outlier_channel,
+    kv_heads,
+    head_dim,
+    too_large,
     zeroed,
 )
-"""Hypotheses in the order of their tests.
+"""Hypotheses about the same values in dense memory, in the order of their tests.
 
-The causes tested first would make other experiments meaningless. The next hypotheses need no run of
-the kernel. After these, narrow experiments precede wide ones.
+The first need no run of the kernel. After these, narrow experiments precede wide ones.
 """
 
 HARMLESS = ("unsupported", "unavailable")
@@ -108,20 +125,38 @@ def examine(
         expected,
         reason,
     )
+    return Examined(_cause(subject, expected, checked))
+
+
+def _cause(subject: Subject, expected: Expected, checked: CheckedKernel) -> Evidence:
+    """Test the hypotheses, and return the first evidence."""
     untested: dict[str, str] = {}
-    for hypothesis in HYPOTHESES:
-        try:
-            evidence = hypothesis(subject)
-        except (RuntimeError, MemoryError) as error:  # a larger call may not fit into memory
-            untested[hypothesis.__name__] = classify(error).reason
-            continue
-        if evidence is not None:
-            break
-    else:
+
+    def tested(hypotheses: Sequence[Hypothesis]) -> Evidence | None:
+        for hypothesis in hypotheses:
+            try:
+                evidence = hypothesis(subject)
+            except (RuntimeError, MemoryError) as error:  # a larger call may not fit into memory
+                untested[hypothesis.__name__] = classify(error).reason
+                continue
+            if evidence is not None:
+                return evidence
+        return None
+
+    try:
+        evidence = tested(AS_RECORDED)
+        if evidence is None:
+            # Derived tensors are dense, so an experiment would otherwise change strides too.
+            if subject.loose:
+                subject = subject.with_call(subject.in_dense_memory(), expected)
+            evidence = tested(HYPOTHESES)
+    except Flickers as error:
+        evidence = flickers(subject, error.score)
+    if evidence is None:
         evidence = _unknown(subject, expected, checked)
     if untested:
         evidence = replace(evidence, numbers={**evidence.numbers, "untested": untested})
-    return Examined(evidence.at(subject.place))
+    return evidence.at(subject.place)
 
 
 def failure(status: str, reason: str) -> Evidence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected, judge
-from replay.diagnosis.derived import HeadRows, part
+from replay.diagnosis.derived import HeadRows, changed, part
 from replay.rows.errors_of_output import AccuracyClass
 
 Cause = Literal[
@@ -32,6 +32,13 @@ Cause = Literal[
     "stale-graph",
     "wrong-scale",
     "head-mapping",
+    "kv-heads",
+    "other-sequence",
+    "strides",
+    "layout",
+    "head-dim",
+    "too-large",
+    "nonfinite-input",
     "unknown",
 ]
 
@@ -46,6 +53,15 @@ FINITE = 0.5
 
 EXPLAINED = 0.05
 """Maximum relative error of an output that another call explains."""
+
+
+class Flickers(Exception):
+    """Error for a kernel that is wrong in some runs of the same call and right in others."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__("wrong in some runs of the same call and right in others")
+        self.score = score
+        """Score of a run that was right."""
 
 
 class KernelRunner(Protocol):
@@ -72,6 +88,14 @@ class Evidence:
     def at(self, place: HeadRows) -> Evidence:
         """Return the evidence with this place, unless the evidence already has one."""
         return self if self.place is not None else replace(self, place=place)
+
+
+class Reading(NamedTuple):
+    """Call that the kernel may have computed by misreading the given call."""
+
+    cause: Cause
+    sentence: str
+    call: AttentionCall
 
 
 class Score(NamedTuple):
@@ -165,6 +189,84 @@ class Subject:
     def is_cured(self, score: Score | None) -> bool:
         """Return True if an experiment removed the error."""
         return score is not None and score.is_cure_of(self.own)
+
+    def cured_by(
+        self,
+        trial: AttentionCall | Callable[[], Score | None],
+        control: AttentionCall | Callable[[], Score | None] | None = None,
+        before: Score | None = None,
+        collapse: float = COLLAPSE,
+    ) -> Score | None:
+        """Return the score of an experiment that removes the error; None if it does not.
+
+        After a cure, the control must be wrong again, then the experiment right again, and right
+        with other values too if it is a call.
+
+        Args:
+            trial: derived call, or a function that runs the experiment.
+            control: experiment that had the error; default: the subject's own call.
+            before: error of the control; default: the subject's own.
+
+        Raises:
+            Flickers: a second run contradicts the first.
+        """
+        before = before or self.own
+
+        def cure(experiment: AttentionCall | Callable[[], Score | None]) -> Score | None:
+            score = experiment() if callable(experiment) else self.tried(experiment)
+            return score if score is not None and score.is_cure_of(before, collapse) else None
+
+        first = cure(trial)
+        if first is None:
+            return None
+        if (right := cure(control or self.call)) or cure(trial) is None:
+            raise Flickers(right or first)
+        # A kernel that keeps values by shape is right on the first call of a new shape only.
+        is_kept = isinstance(trial, AttentionCall) and cure(changed(trial)) is None
+        return None if is_kept else first
+
+    @property
+    def loose(self) -> list[str]:
+        """Names of the call's tensors that are not contiguous."""
+        given = self.call.tensors()
+        return [name for name in given if name != "output" and not given[name].is_contiguous()]
+
+    def in_dense_memory(
+        self, names: Collection[str] | None = None, *, heads_inside: bool = False
+    ) -> AttentionCall:
+        """Return the call with the same values in memory without gaps; default: all tensors.
+
+        Args:
+            heads_inside: order query, key and value in memory as (B, S, H, D), not (B, H, S, D).
+        """
+        found = self.call.tensors()
+        dense: dict[str, Tensor] = {}
+        for name in found.keys() - {"output"} if names is None else names:
+            dense[name] = found[name].contiguous()
+            if heads_inside and name in ("query", "key", "value"):
+                dense[name] = found[name].transpose(1, 2).contiguous().transpose(1, 2)
+        if self.call.value_is_in_key and "key" in dense:
+            dense["value"] = dense["key"][..., : self.call.value.shape[-1]]
+        return self.call.with_tensors(dense)
+
+    def with_call(self, call: AttentionCall, expected: Expected) -> Subject:
+        """Return the subject of another form of the call, which has the same reference.
+
+        Later experiments then differ from this form in one property. If the kernel refuses the
+        form, the subject stays as it is.
+        """
+        output = self.run(call)
+        if output is None:
+            return self
+        return Subject.of(
+            call,
+            output,
+            self.run_on,
+            self.accuracy_class,
+            self.chosen,
+            expected,
+            self.sentence,
+        )
 
     def computed(self, other: AttentionCall) -> bool:
         """Return True if the output is that of another call, computed by mistake.

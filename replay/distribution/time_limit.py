@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+LOOK_SECONDS = 0.1
+"""Interval between checks of whether a replay whose time is over may be stopped."""
+
 
 def in_words(seconds: float) -> str:
     """Format seconds as `40 s`, `6 min` or `2 h 10 min`."""
@@ -38,16 +41,21 @@ class TimeLimit:
         return self.seconds is None or self._clock() - self._began + seconds <= self.seconds
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Set `stopped` in this block when the time is over."""
-        if self.seconds is None:
-            yield
-            return
-        left = max(self.seconds - (self._clock() - self._began), 0.0)
-        timer = threading.Timer(left, self.stopped.set)
-        timer.daemon = True
-        timer.start()
+    def watched(self, may_stop: Callable[[], object]) -> Iterator[None]:
+        """Set `stopped` in this block when the time is over and `may_stop` returns a true value."""
+        ended = threading.Event()
+
+        def watch(limit: float) -> None:
+            left = limit - (self._clock() - self._began)
+            while not ended.wait(max(left, 0.0)):
+                if may_stop():
+                    self.stopped.set()
+                    return
+                left = LOOK_SECONDS
+
+        if self.seconds is not None:
+            threading.Thread(target=watch, args=[self.seconds], daemon=True).start()
         try:
             yield
         finally:
-            timer.cancel()
+            ended.set()

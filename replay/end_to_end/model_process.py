@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 from attention_replay.errors import Error
 from replay.end_to_end.model_clock import RunTimes
 from replay.rows.row import HERE, GpuState, KernelId, Status
 from replay.rows.row_files import rebuilt
+from replay.workers.messages import reading
 from replay.workers.process import CannotStart, Died, Process
+
+T = TypeVar("T")
 
 OWN = "torch-default"
 """Kernel that stands for the model's own attention: SDPA, which chooses its backend."""
@@ -34,6 +37,11 @@ class RunFailed(Error):
         super().__init__(reason)
         self.status = status
         self.log = log
+
+
+class _Failed(NamedTuple):
+    status: Status
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -167,28 +175,27 @@ class ModelProcess:
             "save": None if save is None else [str(save[0].resolve()), save[1]],
             "waits": None if waits is None else dict(waits),
         }
-        ran = self._step(request)["ran"]
-        gpu = ran["gpu"]
-        return ModelRun(
-            times=RunTimes(**ran["times"]),
-            **ran["swap"],
-            peak_bytes=ran["peak_bytes"],
-            gpu=None if gpu is None else rebuilt(GpuState, gpu),
-        )
+
+        def read(answer: dict[str, Any]) -> ModelRun:
+            ran = answer["ran"]
+            return rebuilt(ModelRun, {**ran.pop("swap"), **ran})
+
+        return self._step(request, read)
 
     def count(self) -> dict[str, Any]:
         """Run the model once, untimed, and count its attention calls as `capture` does.
 
         The result is the census, as `capture.hooks.census.Census.to_json` writes it.
         """
-        census: dict[str, Any] = self._step({"step": "count"})["counted"]
-        return census
+        return self._step({"step": "count"}, lambda answer: cast(dict[str, Any], answer["counted"]))
 
-    def _step(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Build the model if necessary, and return the child's reply to a request."""
+    def _step(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+        """Build the model if necessary, and return what `read` finds in the child's reply."""
         self.build()
         try:
-            return self._answer(request)
+            answer = self._answer(request)
+            with reading(self._process):
+                return read(answer)
         except Died as death:
             self.is_built = False
             raise RunFailed(death.status, str(death), death.log) from death
@@ -205,7 +212,9 @@ class ModelProcess:
         if "failed" in answer:  # building hit a bug in a library or in this project
             raise ModelRefused(f"the model cannot be built: {answer['failed']}")
         if "failed_run" in answer:
-            raise RunFailed(**answer["failed_run"])
+            with reading(self._process):
+                failed = rebuilt(_Failed, answer["failed_run"])
+            raise RunFailed(failed.status, failed.reason)
         return answer
 
 

@@ -129,7 +129,7 @@ def _swapped(
         # The plan's device was checked before the model was built.
         allowed = {"any_device": True, "trust_code": request["trust_code"]}
         return use_plan(request["plan"], runnable.roots, **allowed, around=around)
-    return use_kernel(request["kernel"], around=around)
+    return use_kernel(request["kernel"], every_thread=True, around=around)
 
 
 def _counts(swap: Swap) -> dict[str, Any]:

@@ -106,8 +106,9 @@ def _checked(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the recorded model and the options that the user gave with it."""
     texts = ("size", "weights", "checkpoint", "dtype", "prompt")
     given = required(settings, "given", dict[str, Any])
-    if unknown := sorted(given.keys() - {"prompt", "steps", "dtype"}):
+    if unknown := sorted(given.keys() - {"prompt", "steps", "dtype", "arguments"}):
         raise ValueError(f"unknown option {shown(unknown[0])}")
+    typed(dict[str, str], given.get("arguments", {}), "arguments")
     for each in (settings, given):
         for name in texts:
             typed(str | None, each.get(name), name)

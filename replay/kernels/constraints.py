@@ -61,6 +61,12 @@ def bool_mask_only(call: AnyCall) -> str | None:
     return f"takes a bool attn_mask only, not {dtype_name(mask.dtype)}"
 
 
+def no_bool_mask(call: AnyCall) -> str | None:
+    """Refuse bool masks, for kernels that add the mask to the scores."""
+    mask = call.attn_mask
+    return "takes no bool attn_mask" if mask is not None and mask.dtype == torch.bool else None
+
+
 def mask_shared_by_heads(call: AnyCall) -> str | None:
     mask = call.attn_mask
     if mask is None or mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0:

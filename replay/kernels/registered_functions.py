@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from replay.kernels.declared_arguments import original
 from replay.kernels.kernel_names import USER_MODULE, parts
 
 VARIABLE = "ATTENTION_REPLAY_FUNCTIONS"
@@ -50,6 +51,7 @@ def address_of(function: Callable[..., Any]) -> str:
 
     The address is empty for lambdas, methods, functions inside others, and those of notebooks.
     """
+    function = original(function)
     name, source = getattr(function, "__name__", ""), source_of(function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if getattr(module, name, None) is not function or not Path(source).is_file():

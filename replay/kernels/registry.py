@@ -37,6 +37,7 @@ from torch import Tensor
 from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
+from replay.kernels.declared_arguments import adapted, original
 from replay.kernels.kernel_names import ENTRY_POINTS, USER_MODULE, parts
 from replay.kernels.registered_functions import Received, Registered, functions, received, source_of
 from replay.rows.errors_of_output import AccuracyClass
@@ -201,7 +202,7 @@ def register_kernel(
     chosen: Callable[[AttentionCall], Tensor] | None = None,
     features: Collection[str] = (),
 ) -> Callable[[Attention], Attention]:
-    """Register the decorated function, which has SDPA's arguments, as a kernel.
+    """Register the decorated function as a kernel. It has SDPA's arguments, or some of them.
 
     The kernel runs in a worker process that imports the function. A lambda, a function inside
     another one, or one of a notebook runs only with `workers=False`, and is not ranked.
@@ -223,7 +224,8 @@ def register_kernel(
         A decorator that returns the function unchanged.
 
     Raises:
-        ValueError: the name is taken, or the arguments contradict each other.
+        ValueError: the name is taken, the arguments contradict each other, or the function cannot
+            take a call.
 
     Example:
         >>> @register_kernel("mine")
@@ -234,24 +236,20 @@ def register_kernel(
 
     def decorate(attention: Attention) -> Attention:
         line = about or (attention.__doc__ or "").strip().partition("\n")[0]
-        kernel = Kernel(
-            name,
-            attention,
-            accuracy_class,
-            unavailable,
-            unsupported,
-            prepare,
-            default,
-            line,
-            library,
-            install,
-            chosen=chosen,
-            features=frozenset(features),
-            source=source_of(attention),
-        )
-        register(kernel)
-        plain = Kernel(name, attention, default=default, about=line, source=kernel.source)
-        functions[name] = Registered(attention, has_limits=kernel != plain)
+        fields: dict[str, Any] = {
+            "accuracy_class": accuracy_class,
+            "unavailable": unavailable,
+            "unsupported": unsupported,
+            "prepare": prepare,
+            "library": library,
+            "install": install,
+            "chosen": chosen,
+            "features": frozenset(features),
+        }
+        shown: dict[str, Any] = {"default": default, "about": line, "source": source_of(attention)}
+        register(of_function(name, attention, **shown, **fields))
+        is_plain = Kernel(name, attention) == Kernel(name, attention, **fields)
+        functions[name] = Registered(attention, has_limits=not is_plain)
         return attention
 
     return decorate
@@ -284,7 +282,9 @@ def _of_parent(name: str, given: Received, folders: Sequence[str]) -> Kernel:
             attention = _function_of_file(where, function)
         else:
             attention = getattr(importlib.import_module(where), function)
-        if given.has_limits and all(each.attention is not attention for each in _kernels.values()):
+        if given.has_limits and attention not in map(
+            original, (each.attention for each in _kernels.values())
+        ):
             raise KernelNameError(
                 f"importing {where} does not register {function} as {name}: decorate it there"
             )
@@ -346,25 +346,25 @@ def _function_of_file(path: str, function: str) -> Attention:
     attention = getattr(module, function)
     if not callable(attention):
         raise KernelNameError(f"{function} in {path} is not a function")
-    if not _takes_a_call(attention):
-        raise KernelNameError(
-            f"{path}: {function} must take SDPA's arguments by name, query, key and value "
-            "first, and must not require others"
-        )
     found: Attention = attention
     return found
 
 
-def _takes_a_call(function: Callable[..., Any]) -> bool:
-    """Return True if a function accepts `query`, `key` and `value` as keyword arguments."""
-    try:
-        own = inspect.signature(function, follow_wrapped=False)
-        own.bind(query=None, key=None, value=None)
-    except TypeError:
-        return False
-    except ValueError:  # C functions have no signature
-        return True
-    return True
+def of_function(name: str, function: Attention, **fields: Any) -> Kernel:
+    """Return a kernel of a user's function; `Kernel` describes the fields.
+
+    Calls that need arguments which the function does not declare are unsupported.
+
+    Raises:
+        SignatureError: the function cannot take a call.
+    """
+    attention, declared = adapted(function, fields.get("features", ()))
+    kernel = Kernel(name, attention, **fields)
+    if declared is None:
+        return kernel
+    return replace(
+        kernel, unsupported=lambda call: declared.refusal(call) or kernel.unsupported(call)
+    )
 
 
 def _foreign(name: str, load: Callable[[], Attention], about: str, source: str) -> Kernel:
@@ -379,10 +379,10 @@ def _foreign(name: str, load: Callable[[], Attention], about: str, source: str) 
             _kernels.clear()
             _kernels.update(before)
             raise
-        registered = [kernel for kernel in _kernels.values() if kernel.attention is attention]
-        if registered:
-            return replace(registered[0], name=name, source=source, load=None)
-        return Kernel(name, attention, about=about, source=source)
+        for kernel in _kernels.values():
+            if original(kernel.attention) is attention:
+                return replace(kernel, name=name, source=source, load=None)
+        return of_function(name, attention, about=about, source=source)
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         return load()(*args, **kwargs)

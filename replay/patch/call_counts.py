@@ -41,7 +41,9 @@ class Swap:
     in_graphs: Counter[str] = field(default_factory=Counter)
     """Functions other than SDPA that compiled graphs call directly, counted once per graph."""
     not_planned: int = 0
-    """Calls by modules outside the plan, which the model's own attention handled."""
+    """Calls outside the plan, module or thread, which the model's own attention handled."""
+    outside: str = NOT_PLANNED
+    """Reason of these calls: `not in the plan`, `not in the module` or `in another thread`."""
     missing: list[str] = field(default_factory=list)
     """Modules that the plan names but the model does not have."""
 
@@ -51,8 +53,8 @@ class Swap:
 
     @property
     def fallbacks(self) -> Counter[str]:
-        """Fallbacks of all kernels, and calls that are not in the plan."""
-        counts = Counter({NOT_PLANNED: self.not_planned} if self.not_planned else {})
+        """Fallbacks of all kernels, and calls outside the plan, module or thread."""
+        counts = Counter({self.outside: self.not_planned} if self.not_planned else {})
         for tally in self.kernels.values():
             counts += tally.fallbacks
         return counts
@@ -65,7 +67,7 @@ class Swap:
         """Format one line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
         lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
         if self.not_planned:
-            lines.append(f"{NOT_PLANNED}: {counted(self.not_planned, 'call')}")
+            lines.append(f"{self.outside}: {counted(self.not_planned, 'call')}")
         if self.entry_points.keys() - {"sdpa"}:
             lines += [f"of these by {name}: {tally}" for name, tally in self.entry_points.items()]
         if self.in_graphs:

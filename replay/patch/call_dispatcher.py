@@ -16,6 +16,7 @@ from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import beyond_arguments
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
+from capture.hooks.entry_points.wrapper import FollowedCall
 from capture.hooks.interceptor import Arguments, answer
 from replay.isolation.output_form import malformed
 from replay.kernels.registry import Kernel
@@ -48,7 +49,15 @@ class _CallForm:
 
 
 class CallDispatcher:
-    """Runs kernels on calls and counts the outcomes."""
+    """Runs kernels on calls and counts the outcomes.
+
+    Args:
+        swap: counts to update.
+        kernels: the kernels by name.
+        choose: returns the name of a call's kernel, or another text for the model's own attention.
+        around: a context manager to enter for each call.
+        thread: the only thread whose calls may have a kernel; by default, all threads.
+    """
 
     def __init__(
         self,
@@ -56,7 +65,9 @@ class CallDispatcher:
         kernels: Mapping[str, Kernel],
         choose: Callable[[Arguments], str | None],
         around: Around,
+        thread: int | None = None,
     ) -> None:
+        self._thread = thread
         self._swap = swap
         self._around = None if around is contextlib.nullcontext else around
         self._kernels = kernels
@@ -70,7 +81,7 @@ class CallDispatcher:
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
         """Handle a call that is not compiled."""
-        name = self._choose(arguments) or NOT_PLANNED
+        name = self._name(arguments)
         if is_any_enabled():  # a kernel does not cast its inputs under autocast, as SDPA would
             arguments = cast(arguments, autocast_dtype(arguments.query))
         output, form = self._attend(name, arguments, proceed)
@@ -80,7 +91,7 @@ class CallDispatcher:
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
         """Handle a call from a compiled graph."""
-        name = kernel or self._choose(arguments) or NOT_PLANNED
+        name = self._name(arguments, kernel)
 
         def handle(
             arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
@@ -95,6 +106,11 @@ class CallDispatcher:
 
         output = answer(handle, arguments, proceed, self._own)
         return laid_out(output, arguments.query)[0]
+
+    def _name(self, arguments: Arguments, in_graph: str = "") -> str:
+        if self._thread not in (None, threading.get_ident()):
+            return NOT_PLANNED
+        return in_graph or self._choose(arguments) or NOT_PLANNED
 
     def traced(self, function: str) -> None:
         with self._counting:
@@ -116,8 +132,11 @@ class CallDispatcher:
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, _CallForm]:
         form = self._form(name, arguments)
-        if form.refusal is not None:
-            self._count(name, arguments.entry_point, fallback=form.refusal)
+        refusal = form.refusal
+        if refusal is None and isinstance(proceed, FollowedCall):
+            refusal = proceed.refusal()
+        if refusal is not None:
+            self._count(name, arguments.entry_point, fallback=refusal)
             return proceed(), form
         output = self._attentions[name](**_keywords(arguments))
         output_form: object = None
@@ -135,7 +154,7 @@ class CallDispatcher:
         """Return the facts about a call; not cached with masks or lengths, whose values matter."""
         kernel = self._kernels.get(name)
         if kernel is None:
-            return _CallForm(NOT_PLANNED)
+            return _CallForm(self._swap.outside)
         if arguments.returns:
             return _CallForm(f"the model asks for {arguments.returns}")
         if arguments.refusal:

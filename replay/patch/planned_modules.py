@@ -62,6 +62,31 @@ def kernel_here(arguments: Arguments) -> str | None:
     return _running.choices[-1].get(phase, NOT_PLANNED)
 
 
+@contextlib.contextmanager
+def chosen_inside(watched: Any, kernel: str) -> Iterator[None]:
+    """Choose one kernel for all calls from inside a module, in any thread.
+
+    Args:
+        watched: a module, a pipeline, or a dict of name → module.
+        kernel: name of the kernel that `kernel_here` returns.
+
+    Raises:
+        TypeError: `watched` contains no module.
+    """
+    # Methods other than `forward`, such as a VAE's `decode`, call only inner modules' forwards.
+    modules = {
+        module: None
+        for root in roots_of(watched).values()
+        for module in _uncompiled(root).modules()
+        if _may_attend(module)
+    }
+    choices = {"encode": kernel}  # the phase of all calls, because no phase is entered
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
+        yield
+
+
 class PlanMismatch(Error):
     """Reason why a plan does not fit the model; the message gives the remedy."""
 
@@ -121,18 +146,9 @@ class PlannedModules:
             yield
 
     def _following(self) -> dict[nn.Module, Choices]:
-        """Return the planned modules, and inner modules that may call attention unplanned.
-
-        PyTorch's own leaf modules, which are the majority, are omitted.
-        """
+        """Return the planned modules, and inner modules that may call attention unplanned."""
         below = {inner for module in self._choices for inner in module.modules()}
-        unplanned = [
-            inner
-            for inner in below
-            if inner not in self._choices
-            and not _is_compiled(inner)
-            and (inner._modules or not type(inner).__module__.startswith("torch.nn."))
-        ]
+        unplanned = [inner for inner in below if inner not in self._choices and _may_attend(inner)]
         return {**self._choices, **{inner: {} for inner in unplanned}}
 
 
@@ -245,6 +261,12 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
         while module is not None and _is_compiled(module):
             module = module._modules["_orig_mod"]
     return module
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Return False for PyTorch's own leaf modules, the majority, and wrappers of compiled ones."""
+    own = type(module).__module__.startswith("torch.nn.") and not module._modules
+    return not own and not _is_compiled(module)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,28 @@ from replay.kernels.registry import KernelNameError, find
 from replay.patch.call_counts import CallCounts, Swap
 from replay.patch.call_dispatcher import Around, CallDispatcher
 from replay.patch.custom_op import answering, calling_operator
-from replay.patch.planned_modules import PlannedModules, kernel_here
+from replay.patch.planned_modules import (
+    NOT_PLANNED,
+    PlannedModules,
+    chosen_inside,
+    kernel_here,
+)
 from replay.plan.plan import Plan, PlanError
 from replay.plan.plan_device import mismatch, types_at_hand
 
 
 @contextlib.contextmanager
-def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
-    """Run every attention call of this process with a kernel inside the `with` block.
+def use_kernel(
+    name: str,
+    module: Any = None,
+    *,
+    every_thread: bool = False,
+    around: Around = contextlib.nullcontext,
+) -> Iterator[Swap]:
+    """Run every attention call of this thread with a kernel inside the `with` block.
 
     This covers all calls of SDPA, and calls through the other entry points that recordings cover
-    (`Swap.entry_points`).
+    (`Swap.entry_points`). Other calls are counted as `in another thread` or `not in the module`.
 
     A call that the kernel does not support, or whose caller also requests attention weights, falls
     back to the model's own attention and is counted with the reason: check the counts before
@@ -46,6 +59,11 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 
     Args:
         name: a registered kernel, or `file.py:function`.
+        module: the model whose calls the kernel handles, in any thread, except replicas of
+            `nn.DataParallel`: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
+            module. By default, all calls of this thread.
+        every_thread: handle calls of all threads of this process, for example of
+            `nn.DataParallel` and of a server's workers.
         around: a context manager to enter for each call, such as a timer.
 
     Yields:
@@ -55,6 +73,10 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
         KernelNameError: no kernel has that name, or it cannot run on this machine.
         KernelOutputError: inside the block, a kernel's output has the wrong shape, dtype or device.
         RuntimeError: another swap, or a recording, is active.
+        TypeError: `module` contains no module.
+
+    Warns:
+        UserWarning: at the end of the block, no call was handled by a kernel.
 
     Example:
         >>> with use_kernel("sage1") as swap:
@@ -65,8 +87,16 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
     def everywhere(arguments: Arguments) -> str:
         return name
 
-    with _in_place([name], everywhere, around) as swap:
-        yield swap
+    if module is None:
+        thread = None if every_thread else threading.get_ident()
+        with _in_place([name], everywhere, around, "in another thread", thread) as swap:
+            yield swap
+    else:
+        with (
+            _in_place([name], kernel_here, around, "not in the module") as swap,
+            chosen_inside(module, name),
+        ):
+            yield swap
 
 
 @contextlib.contextmanager
@@ -129,23 +159,27 @@ def use_plan(
             "allow it to run with trust_code=True"
         )
     names = dict.fromkeys(choice.kernel for choice in plan.choices)
-    with _in_place(names, kernel_here, around) as swap, places.followed():
+    with _in_place(names, kernel_here, around, NOT_PLANNED) as swap, places.followed():
         swap.missing = places.missing
         yield swap
 
 
 @contextlib.contextmanager
 def _in_place(
-    names: Iterable[str], choose: Callable[[Arguments], str | None], around: Around
+    names: Iterable[str],
+    choose: Callable[[Arguments], str | None],
+    around: Around,
+    outside: str,
+    thread: int | None = None,
 ) -> Iterator[Swap]:
-    """Route calls to the kernels of these names, as `choose` decides."""
+    """Route calls to the kernels of these names, as `choose` decides, in one thread or in all."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = {name: find(name).loaded() for name in names}
     for name, kernel in kernels.items():
         if reason := kernel.unavailable(device):
             raise KernelNameError(f"{name} cannot run on {device}: {reason}")
-    swap = Swap({name: CallCounts() for name in kernels})
-    dispatcher = CallDispatcher(swap, kernels, choose, around)
+    swap = Swap({name: CallCounts() for name in kernels}, outside=outside)
+    dispatcher = CallDispatcher(swap, kernels, choose, around, thread)
     with (
         intercept(dispatcher.handle, calling_operator(choose)),
         follow_entry_points(dispatcher.handle),
@@ -154,6 +188,14 @@ def _in_place(
         _raised_recompile_limit(kernels),
     ):
         yield swap
+    if not swap.hits:
+        unanswered = dict(swap.fallbacks)
+        unanswered |= {f"{name} in a compiled graph": n for name, n in swap.in_graphs.items()}
+        reasons = ", ".join(f"{count} × {reason}" for reason, count in unanswered.items()) or (
+            "no attention call was seen; programs that were exported or scripted before keep "
+            "their own attention"
+        )
+        warnings.warn(f"{', '.join(kernels)} handled no call: {reasons}", stacklevel=5)
 
 
 _compiled_with: set[str] = set()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from replay.bench.forms import Forms
 from replay.isolation.inputs import aliases
+from replay.kernels.declared_arguments import passed
 from replay.kernels.kernel_names import ENTRY_POINTS
 from replay.kernels.registry import Kernel, find, registered
 from replay.workers.worker import Hear, Say
@@ -59,15 +60,18 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     form = Forms.of(call).form(kernel, device).call
     stored: dict[str, Tensor] = {}
     recorded = call.tensors()
-    arguments = []
-    for argument, value in aliases(form).items():
+    arguments, given = [], aliases(form)
+    positions, named = passed(kernel.attention, given) if function else ([], given)
+    for prefix, value in [("", each) for each in positions] + [
+        (f"{argument}=", each) for argument, each in named.items()
+    ]:
         if not isinstance(value, Tensor):
-            arguments.append(f"{argument}={value!r}")
-        elif argument in recorded:
-            arguments.append(f"{argument}={argument}")
-        else:
-            stored[argument] = value.cpu().contiguous()
-            arguments.append(f'{argument}=stored["{argument}"]')
+            arguments.append(f"{prefix}{value!r}")
+            continue
+        name = next(name for name, each in given.items() if each is value)
+        if name not in recorded:
+            stored[name] = value.cpu().contiguous()
+        arguments.append(f"{prefix}{name}" if name in recorded else f'{prefix}stored["{name}"]')
     if kernel.chosen is not None:
         with torch.no_grad():
             stored["chosen"] = kernel.chosen(form).cpu().contiguous()

@@ -32,7 +32,9 @@ from replay.reproduce.kernel_call import KernelCall
 from replay.reproduce.minimise import Smallest, minimise
 from replay.reproduce.script import EXPECTED, KERNEL, SCRIPT, ScriptError, Shown, write_script
 from replay.reproduce.trials import TrialOutcome, Trials
+from replay.rows.row_files import rebuilt
 from replay.timing.machine import describe
+from replay.workers.messages import reading
 from replay.workers.process import STARTING_SECONDS, CannotStart, Died, Process
 from replay.workloads.recorded import recorded_call
 from replay.workloads.workload import Workload
@@ -204,11 +206,12 @@ def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> Kerne
             if "failed" in message:
                 raise ScriptError(message["failed"])
             found = message.get("call", found)
+        with reading(process):
+            return rebuilt(KernelCall, found)
     except (CannotStart, Died) as error:
         raise ScriptError(str(error)) from error
     finally:
         process.close()
-    return KernelCall(**found)
 
 
 def _check_script(request: Reproduction, out: Path) -> None:

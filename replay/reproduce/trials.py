@@ -8,12 +8,14 @@ from pathlib import Path
 from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
+from replay.bench.confirmation import MOST_BLOCKS
 from replay.bench.settings import Settings, WorkerOptions
 from replay.reproduce.crop import storable
 from replay.rows.errors_of_output import AccuracyClass, Where
 from replay.rows.row import Row, Status
 from replay.rows.row_files import rebuilt
 from replay.workers.judge_process import CallEvidence, JudgeProcess
+from replay.workers.messages import reading
 from replay.workers.process import CannotStart, Died, Process, judge_process
 from replay.workloads.recorded import recorded_call
 from replay.workloads.workload import Workload
@@ -108,12 +110,16 @@ class Trials:
                 options=options.to_json(),
             ):
                 if "row" in message:
-                    rows.append(evidence.confirmed(rebuilt(Row, message["row"])))
+                    with reading(self._worker):
+                        rows.append(evidence.confirmed(rebuilt(Row, message["row"])))
                 elif "rounds" in message or "taken" in message:
-                    turns += [{"number": number} for number in range(message.get("rounds", 0))]
+                    wanted = min(message.get("rounds", 0), max(MOST_BLOCKS, self._settings.rounds))
+                    turns += [{"number": number} for number in range(wanted)]
                     self._worker.tell(**(turns.pop(0) if turns else {}))
                 elif "judge" in message:
-                    self._worker.tell(**evidence.answer(message["judge"]))
+                    with reading(self._worker):
+                        answer = evidence.answer(message["judge"])
+                    self._worker.tell(**answer)
                 elif reason := message.get("unreadable") or message.get("failed"):
                     raise TrialError(reason)
         except CannotStart as error:

@@ -27,9 +27,10 @@ from typing import (
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown, typed
 from capture.text.printable import printable
+from replay.rows.errors_of_output import Errors, Where
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.replacement import replacing, why_not_written
-from replay.rows.row import Row
+from replay.rows.row import Row, Speedup, TimeSummary
 
 T = TypeVar("T")
 
@@ -77,11 +78,7 @@ def row_from_json(data: dict[str, Any]) -> Row:
     schema = data.get("schema", 1)
     if schema != SCHEMA and {"kernel", "call"} <= data.keys():
         raise OtherSchema(f"rows in format {shown(schema)}, but this version reads format {SCHEMA}")
-    row = rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
-    for times in filter(None, (row.time_ms, row.core_time_ms, row.layer_host_ms)):
-        if not times.samples or min(times.p10, times.p50, *times.samples) <= 0:
-            raise ValueError("a time without samples, or one that is not positive")
-    return row
+    return rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
 
 
 class OtherSchema(Exception):
@@ -93,10 +90,37 @@ def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
 
     Raises:
         KeyError: a field is unknown.
-        ValueError, TypeError, AttributeError: a value does not have its field's type.
+        ValueError, TypeError, AttributeError: a value does not have its field's type, or a figure
+            is out of its range.
     """
     hints = _hints(cast("type", kind))
-    return kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
+    made = kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
+    if isinstance(made, TimeSummary | Speedup | Errors | Where):
+        _check_figures(made)
+    return made
+
+
+def _check_figures(made: TimeSummary | Speedup | Errors | Where) -> None:
+    """Raise ValueError for a time, a speed-up or an error that no measurement has."""
+    if isinstance(made, TimeSummary):
+        is_possible = bool(made.samples) and min(made.p10, made.p50, *made.samples) > 0
+    elif isinstance(made, Speedup):
+        ends = (made.low, made.high)
+        is_possible = all(end is None or end > 0 for end in (made.ratio, *ends))
+        is_possible = is_possible and (made.low is None) == (made.high is None)
+    else:
+        errors = {name: value for name, value in vars(made).items() if "cosine" not in name}
+        is_possible = not any(value < 0 for value in _numbers(tuple(errors.values())))
+    if not is_possible:
+        raise ValueError(f"a {type(made).__name__} has a figure out of its range")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _numbers(part)
+    else:
+        yield value
 
 
 @functools.cache

@@ -220,9 +220,22 @@ def ratio_interval(
     the interval 1.5 times as wide.
     """
     ratio = above / below
-    down = math.hypot(math.log(above / above_within.low), math.log(below_within.high / below))
-    up = math.hypot(math.log(above_within.high / above), math.log(below / below_within.low))
-    return MedianInterval(ratio * math.exp(-down), ratio * math.exp(up))
+    down = math.hypot(log_ratio(above, above_within.low), log_ratio(below_within.high, below))
+    up = math.hypot(log_ratio(above_within.high, above), log_ratio(below, below_within.low))
+    return MedianInterval(ratio * math.exp(-down), ratio * exp(up))
+
+
+def log_ratio(above: float, below: float) -> float:
+    """Return log(above / below) of two positive figures, even if the ratio is too large."""
+    return math.log(above) - math.log(below)
+
+
+def exp(value: float) -> float:
+    """Return e to a power; infinity if the result is too large."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _rank(count: int) -> int:

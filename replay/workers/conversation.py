@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from capture.storage.json_data import shown, typed
+from capture.storage.json_data import shown
 from capture.text.printable import printable
 from replay.bench.confirmation import MOST_BLOCKS
 from replay.bench.runner import DONE, STAGES, TIMING, Loaded
@@ -19,6 +19,7 @@ from replay.timing.statistics import summarize
 from replay.workers.environment_options import WorkerError
 from replay.workers.environments import Worker
 from replay.workers.judge_process import QUESTIONS, CallEvidence, JudgeProcess
+from replay.workers.messages import reading
 from replay.workers.process import Died
 from replay.workloads.workload import Workload
 
@@ -202,12 +203,10 @@ class Conversation:
             Died: the worker crashed, or a kernel in it sent messages of its own.
         """
         try:
-            for message in self._messages:
-                if self._waits(message):
-                    return
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise self.worker.process.broken(printable(f"an invalid message: {why}")) from error
+            with reading(self.worker.process):
+                for message in self._messages:
+                    if self._waits(message):
+                        return
         except WorkerError as error:
             if not self.worker.name:
                 raise
@@ -222,7 +221,7 @@ class Conversation:
         """Handle one message; return whether the worker waits for a turn."""
         if "rounds" in message:
             most = MOST_BLOCKS if self.phase else self._task.settings.rounds
-            self.rounds = min(typed(int, message["rounds"], "rounds"), most)
+            self.rounds = min(message["rounds"], most)
             self._sampled = self._sampled if self.phase else self.rounds
             self.phase += 1
             if self.is_waiting or self.phase > PHASES:
@@ -236,7 +235,7 @@ class Conversation:
             return True
         if "call" in message:
             facts = replace(rebuilt(CallFacts, message["call"]), name=self._task.workload.name)
-            baseline = typed(str, message["baseline"], "baseline")
+            baseline = message["baseline"]
             self._loaded = Loaded(facts, rebuilt(Machine, message["machine"]), baseline=baseline)
             if self.worker.name:
                 self._loaded = self._task.loaded.get(self.worker.environment, self._loaded)
@@ -245,15 +244,16 @@ class Conversation:
                 self.baseline = baseline
         elif "row" in message:
             row = self._received(message["row"])
-            if not self.worker.name or row.kernel in self._rowed():
-                self._rows.setdefault(row.kernel, self._evidence.confirmed(row))
+            if self.worker.name and row.kernel not in self._rowed():
+                raise ValueError(f"a row of {shown(row.kernel)}")
+            self._rows.setdefault(row.kernel, self._evidence.confirmed(row))
         elif "unreadable" in message:
-            self._fail("error", str(message["unreadable"]))
+            self._fail("error", message["unreadable"])
         elif "judge" in message:
             self.worker.process.tell(**self._evidence.answer(self._allowed(message["judge"])))
         elif "at" in message and message["at"] != DONE:
             self._is_timing = self._is_timing or message["at"] == TIMING
-            self._task.report(self.worker.environment, printable(str(message["at"])))
+            self._task.report(self.worker.environment, printable(message["at"]))
         return False
 
     def _allowed(self, question: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from attention_replay.errors import Error
+from capture.storage.toml_data import read_tables
 from replay.rows.row import HERE
 
 
@@ -52,12 +51,8 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
 
 
 def _from_toml(path: Path) -> dict[str, str]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_tables(path)
     except OSError as error:
         raise WorkerError(
             f"cannot read {path} ({error.strerror}): name a TOML file with --env"

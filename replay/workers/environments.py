@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from capture.text.printable import printable
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.workers.environment_options import WorkerError
+from replay.workers.messages import reading
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.workload import Workload
 
@@ -72,10 +74,11 @@ class Worker:
         found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
-                for message in self.ask(do="probe", kernels=missing, device=device):
-                    if "probed" in message:
-                        name = message.pop("probed")
-                        found[name] = ProbeResult(**message)
+                with reading(self.process):
+                    for message in self.ask(do="probe", kernels=missing, device=device):
+                        if "probed" in message:
+                            name = missing[missing.index(message.pop("probed"))]
+                            found[name] = ProbeResult(**message)
             except Died as death:
                 if not death.kernel:
                     raise self.unusable(death) from death
@@ -100,11 +103,13 @@ class Worker:
         request = {"workload": workload.source.to_json(), "settings": settings.to_json()}
         while waiting:
             try:
-                for message in self.ask(do="call", kernels=waiting, **request):
-                    if "at" in message:
-                        report(message["at"])
-                    elif "called" in message:
-                        found[message["called"]] = message["first_call_ms"]
+                with reading(self.process):
+                    for message in self.ask(do="call", kernels=waiting, **request):
+                        if "at" in message:
+                            report(printable(message["at"]))
+                        elif "called" in message:
+                            name = waiting[waiting.index(message["called"])]
+                            found[name] = message["first_call_ms"]
                 break
             except Died as death:
                 if death.kernel not in waiting:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import secrets
 import select
 import selectors
 import signal
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from attention_replay.errors import Error
+from capture.text.printable import printable
 from replay.isolation import processes
 from replay.kernels import registered_functions
 from replay.rows.row import Status
+from replay.workers.messages import read
 from replay.workers.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
@@ -146,6 +149,8 @@ class Process:
         self._replies = -1
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
+        self._token = ""
+        """Beginning of the child's messages, which other writers to its pipe do not know."""
         self._is_stopped = False
         self._has_stopped, self._at_stop = True, (0.0, 0.0)
         """Time of the last stop, and the processor time that the family had used by then."""
@@ -211,7 +216,7 @@ class Process:
             self._resume()
             self._wait_until_ready()
             self._wait_until_prepared()
-            self._send(request)
+            self._send({**request, "token": self._token})
             while True:
                 message = self._receive(self.timeout)
                 if message.get("done"):
@@ -219,8 +224,8 @@ class Process:
                     return
                 if "lost" in message:
                     starved = message.get("status") == "out-of-memory"
-                    raise self._death(str(message["lost"]), "out-of-memory" if starved else "crash")
-                self._at = str(message.get("at", self._at))
+                    raise self._death(message["lost"], "out-of-memory" if starved else "crash")
+                self._at = message.get("at", self._at)
                 yield message
         finally:
             # After an interruption, later replies must not be read as replies to the next request.
@@ -239,7 +244,7 @@ class Process:
         self.start()
         self._preparing += 1
         with contextlib.suppress(Died):  # the next request starts another child
-            self._send(request)
+            self._send({**request, "token": self._token})
 
     def tell(self, **message: Any) -> None:
         """Answer a question that the child asked during a request."""
@@ -329,6 +334,7 @@ class Process:
         role = self._handler.rpartition(".")[2].replace("_", " ")
         logger.info("started a %s: process %d of %s", role, child.pid, self.python)
         self._child, self._requests, self._replies = child, requests, replies
+        self._token = secrets.token_hex(8)
         self._selector = selectors.DefaultSelector()
         self._selector.register(replies, selectors.EVENT_READ)
         self._selector.register(child.stdout, selectors.EVENT_READ)
@@ -412,12 +418,9 @@ class Process:
                 self._selector.unregister(ready[0])
         line, _, self._unread = self._unread.partition(b"\n")
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            raise self._death("sent an invalid message; its kernel may have written to the pipe")
-        return message
+            return read(line, self._token if self._is_ready else "")
+        except ValueError as error:
+            raise self._death(printable(str(error))) from error
 
     def _read_log(self) -> bool:
         """Read the child's output; return False at its end."""

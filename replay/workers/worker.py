@@ -14,12 +14,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TextIO
 
 from attention_replay.errors import Error
 from replay.isolation.shared_streams import keep_open
 from replay.kernels.failures import ContextLost, classify
+from replay.workers.messages import line_of
 
 Say = Callable[..., None]
 """Function that sends one line to the parent: `say(name=value, …)`."""
@@ -40,7 +40,6 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
     requests = os.fdopen(requests_fd, "r")
     replies = os.fdopen(replies_fd, "w", buffering=1)
-    say = functools.partial(_say, replies)
     for stream in (sys.stdout, sys.stderr):
         keep_open(stream)
     handle = importlib.import_module(handler).handle
@@ -58,10 +57,12 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    say(ready=True)
+    _say(replies, "", ready=True)
     while line := next_line():
+        request = json.loads(line)
+        say = functools.partial(_say, replies, request.pop("token"))
         try:
-            handle(json.loads(line), say, hear)
+            handle(request, say, hear)
         except ContextLost as error:
             say(lost=str(error), status=error.status)
             continue
@@ -79,16 +80,6 @@ def _hang_up(*descriptors: int) -> None:
     os.close(nowhere)
 
 
-def _say(replies: TextIO, **message: Any) -> None:
+def _say(replies: TextIO, token: str, **message: Any) -> None:
     os.set_blocking(replies.fileno(), True)
-    replies.write(line_of(message))
-
-
-def line_of(message: dict[str, Any]) -> str:
-    """Return a message as a line of JSON, with dataclasses as objects."""
-    return json.dumps(message, default=_fields_of) + "\n"
-
-
-def _fields_of(record: Any) -> dict[str, Any]:
-    """Return a dataclass's fields, without the deep copy that `asdict` makes."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+    replies.write(line_of(message, token))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall, Origin
-from capture.call.shape import Shape
 from capture.storage.header import dtype_name
+from replay.workloads.call_sizes import Sizes, sizes_of
 from replay.workloads.distributions import DISTRIBUTIONS, Values
 from replay.workloads.random_masks import random_mask
 
@@ -22,47 +21,16 @@ def random_weights(distribution: str) -> str:
     return f"none: random values, {drawn}"
 
 
-class ShapeError(Error):
-    """Raised for invalid sizes of an attention call; the message gives the remedy."""
-
-
 @dataclass(frozen=True)
-class Spec:
+class Spec(Sizes):
     """Sizes and kind of values of a synthetic call."""
 
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    v_head_dim: int
-    is_causal: bool = False
     dtype: torch.dtype = torch.bfloat16
     distribution: str = "normal"
     """Name of one of `replay.workloads.distributions.DISTRIBUTIONS`."""
     mask: str = "none"
     """Name of one of `replay.workloads.random_masks.MASKS`, which combines with `is_causal`."""
     scale: float | None = None
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "-b": self.batch,
-            "-hq": self.q_heads,
-            "-hk": self.kv_heads,
-            "-sq": self.q_len,
-            "-sk": self.kv_len,
-            "-d": self.head_dim,
-            "-dv": self.v_head_dim,
-        }
-        for flag, size in sizes.items():
-            if size < 1:
-                raise ShapeError(f"{flag} must be at least 1, not {size}")
-        if self.q_heads % self.kv_heads:
-            raise ShapeError(
-                f"-hq {self.q_heads} is not a multiple of -hk {self.kv_heads}: "
-                "every key/value head serves the same number of query heads"
-            )
 
     def call(
         self, device: torch.device | str, generator: torch.Generator | None = None, name: str = ""
@@ -113,14 +81,6 @@ class Spec:
             enable_gqa=self.q_heads != self.kv_heads,
         )
 
-    @property
-    def shape(self) -> Shape:
-        return Shape(*(getattr(self, name) for name in Shape._fields))
-
-    @property
-    def longest(self) -> int:
-        return max(self.q_len, self.kv_len)
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "dtype": dtype_name(self.dtype)}
 
@@ -129,71 +89,13 @@ class Spec:
         return cls(**{**data, "dtype": dtype(data["dtype"])})
 
 
-def _square(
-    batch: int, heads: int, length: int, dim: int, *, causal: bool = False, kv_heads: int = 0
-) -> Spec:
-    return Spec(batch, heads, kv_heads or heads, length, length, dim, dim, causal)
-
-
-def _decode(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> Spec:
-    return Spec(batch, heads, kv_heads, 1, length, dim, dim)
-
-
-SUITES: dict[str, tuple[str, list[Spec]]] = {
-    "flux": (
-        "FLUX.1 at 1024²: 4096 image tokens and six text lengths",
-        [_square(1, 24, 4096 + text, 128) for text in (128, 256, 320, 384, 448, 512)],
-    ),
-    "sage": (
-        "SageAttention's charts: B=4, H=32, 1K to 32K, head_dim 64 and 128, causal and not",
-        [
-            _square(4, 32, length, dim, causal=causal)
-            for dim in (64, 128)
-            for causal in (False, True)
-            for length in (1024, 2048, 4096, 8192, 16384, 32768)
-        ],
-    ),
-    "aiter": (
-        "AITER's diffusion shapes, head_dim 128",
-        [
-            _square(1, 5, 75600, 128),
-            _square(1, 24, 16452, 128),
-            _square(1, 3, 118808, 128),
-            _square(2, 2, 29760, 128),
-        ],
-    ),
-    "cogvideo": (
-        "CogVideoX-2b and -5b, 480×720, 49 frames",
-        [_square(2, 30, 17776, 64), _square(2, 48, 17776, 64)],
-    ),
-    "llama": (
-        "Llama-2-7b and Llama-3.1-8B: prefill and decode",
-        [
-            _square(1, 32, 4096, 128, causal=True),
-            _square(1, 32, 8192, 128, causal=True, kv_heads=8),
-            _square(8, 64, 1024, 64, causal=True, kv_heads=16),
-            _decode(8, 32, 8, 32768, 128),
-            _decode(8, 64, 16, 1024, 64),
-        ],
-    ),
-}
-"""Suites by name, each with a description and its shapes in bfloat16."""
-
-
 def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:
     """Return a suite's shapes in the given dtype, without shapes longer than `longest`.
 
     Raises:
         ShapeError: no shape remains.
     """
-    specs = [replace(spec, dtype=dtype(dtype_)) for spec in SUITES[name][1]]
-    kept = [spec for spec in specs if longest is None or spec.longest <= longest]
-    if not kept:
-        shortest = min(spec.longest for spec in specs)
-        raise ShapeError(
-            f"--max-seq {longest} excludes every shape of {name}: the shortest is {shortest}"
-        )
-    return kept
+    return [Spec(**vars(sizes), dtype=dtype(dtype_)) for sizes in sizes_of(name, longest)]
 
 
 def dtype(name: str) -> torch.dtype:

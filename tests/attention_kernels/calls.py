@@ -16,7 +16,7 @@ from attention_kernels.decode import split_kv
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.sparse import restricted
 from replay.accuracy.verdict import Expected, judge
-from replay.kernels.registry import find
+from replay.kernels.registry import catalogue, find
 from replay.rows.errors_of_output import AccuracyClass
 from tests import factories
 
@@ -32,6 +32,23 @@ def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> Atten
     """Return a float16 call with two query heads and one key head; keywords change its fields."""
     sizes = {"q_heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
     return factories.random_call(**{"dtype": torch.float16, "device": DEVICE, **sizes, **fields})
+
+
+def ours() -> list[str]:
+    """Return the names of our kernels."""
+    return [name for name in catalogue() if name.startswith("triton-")]
+
+
+def many_heads(batch: int, heads: int) -> list[AttentionCall]:
+    """Return calls of one query and two keys; every kernel supports at least one of them."""
+    plain = call_of(1, 2, 16, batch=batch, q_heads=heads, kv_heads=heads)
+    mask = torch.tensor([True, False], device=DEVICE).repeat(batch, heads, 1, 1)
+    return [
+        plain,
+        replace(plain, attn_mask=mask),
+        replace(plain, attn_mask=mask.half()),
+        replace(plain, seqused_k=torch.ones(batch, dtype=torch.int32, device=DEVICE)),
+    ]
 
 
 def lengths(*each: int) -> Tensor:

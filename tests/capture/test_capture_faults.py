@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
 import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -54,7 +57,7 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 
 QUICK = dict.fromkeys(("open", "close", "flock"), "first")
-QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start"), "durable")
+QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start_new_thread"), "durable")
 """Way in which the quick test tries each function's faults (default: "spread")."""
 MANY_KINDS = ("flock", "_allocate")
 """Functions whose errors are treated differently, so that all of them are tried."""
@@ -300,6 +303,48 @@ def test_signal_writes_what_is_in_memory_wherever_it_interrupts(
     assert os.WTERMSIG(in_child(terminated)) == sent
     assert kept_in(tmp_path) == 5
     assert not orphans(tmp_path)
+
+
+def test_sigterm_loses_no_call_that_a_thread_has_recorded(tmp_path: Path) -> None:
+    """Python handles signals only in the main thread, so the calls are written at once."""
+
+    def records() -> None:
+        model = Model()
+        with record(model, tmp_path, name="model") as recording:
+            for _ in range(3):
+                model(STATES)
+            while recording._writer is None or len(recording._writer.completed) < 3:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    def terminated() -> None:
+        signal.alarm(20)  # if the calls stay in memory
+        thread = threading.Thread(target=records)
+        thread.start()
+        thread.join()
+
+    assert os.WTERMSIG(in_child(terminated)) == signal.SIGTERM
+    assert kept_in(tmp_path) == 3
+
+
+def test_no_ctrl_c_is_lost_while_a_recording_is_freed(tmp_path: Path) -> None:
+    """Python discards exceptions in callbacks of weak references, such as those of `WeakSet`."""
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == weakrefset:
+            callbacks.append(frame.f_code.co_name)
+
+    callbacks: list[str] = []
+    weakrefset = WeakSet.add.__code__.co_filename
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        recorded(tmp_path, int, int)
+        gc.collect()
+    finally:
+        sys.setprofile(before)
+    assert callbacks == []
 
 
 def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:

@@ -48,10 +48,7 @@ class SelfAttention(nn.Module):
 @pytest.mark.parametrize("has_room", [True, False], ids=["plenty", "no_room"])
 @pytest.mark.parametrize("options", [{}, {"durable": True}, {"buffer_bytes": 1 << 20}])
 def test_recorded_call_is_unchanged(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    has_room: bool,
-    options: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool, options: dict[str, Any]
 ) -> None:
     if not has_room:
         monkeypatch.setattr(copies, "_copies_on", lambda gpu, sources: None)
@@ -105,5 +102,5 @@ def test_cuda_graph_is_captured_while_recording(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         assert torch.equal(output, expected)
     assert recording.kept == 1
-    assert recording.counts.without_values == 1
+    assert "refused: 1 (while a CUDA graph is captured)" in recording.summary
     assert recording.problems == []

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ def _translated(
         backend="flex",
         refusal=refusal,
         returns="the log-sum-exp" if return_lse or return_aux is not None else "",
-    ), BHSD
+    ), _OUTPUT
+
+
+_OUTPUT = replace(BHSD, is_learned=False)
 
 
 def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

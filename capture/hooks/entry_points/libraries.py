@@ -34,16 +34,17 @@ FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
     "flash_attn.flash_attn_interface": (
         "fa2",
         (
-            "flash_attn_func",
-            "flash_attn_qkvpacked_func",
-            "flash_attn_kvpacked_func",
-            "flash_attn_varlen_func",
-            "flash_attn_with_kvcache",
+            *("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
+            *("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func"),
+            *("flash_attn_varlen_kvpacked_func", "flash_attn_with_kvcache"),
         ),
     ),
     "flash_attn_interface": (
         "fa3",
-        ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+        (
+            *("flash_attn_func", "flash_attn_qkvpacked_func"),
+            *("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+        ),
     ),
     "vllm.vllm_flash_attn.flash_attn_interface": ("vllm-flash-attn", ("flash_attn_varlen_func",)),
     "flash_attn.cute.interface": ("fa4", ("flash_attn_func", "flash_attn_varlen_func")),
@@ -76,10 +77,12 @@ NAMES = {
     "s_aux": "sinks",
     "cu_seqlens_q": "cu_seqlens_q",
     "cu_seqlens_k": "cu_seqlens_k",
+    "cu_seqlens": "cu_seqlens_q",
     "cu_seq_q": "cu_seqlens_q",
     "cu_seq_k": "cu_seqlens_k",
     "max_seqlen_q": "max_seqlen_q",
     "max_seqlen_k": "max_seqlen_k",
+    "max_seqlen": "max_seqlen_q",
     "max_q": "max_seqlen_q",
     "max_k": "max_seqlen_k",
     "seqused_k": "seqused_k",
@@ -89,7 +92,7 @@ NAMES = {
 }
 _CHANGE_NOTHING = {
     *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
-    *("enable_gqa", "is_causal", "m_block_size", "n_block_size", "num_threads"),
+    *("num_heads_q", "enable_gqa", "is_causal", "m_block_size", "n_block_size", "num_threads"),
     *("rotary_interleaved", "tile_scheduler_metadata", "min_seqlen_k", "fa_version"),
 }
 _DESCALES = {"q_descale", "k_descale", "v_descale"}
@@ -124,14 +127,14 @@ def _translation(function: Callable[..., Any], entry_point: str, kernel: str) ->
         refused, scales, returns, out = [], [], "", None
         for name, value in given.items():
             if name in ("qkv", "kv"):
-                parts = value.unbind(-3)
+                parts = _unpacked(value, given.get("num_heads_q"))
                 named.update(zip(("query", "key", "value")[-len(parts) :], parts, strict=True))
             elif (name == "k" and "k_cache" in defaults) or (name == "v" and "v_cache" in defaults):
                 refused += [] if value is None else ["new keys"] if name == "k" else []
             elif name in NAMES:
                 named[NAMES[name]] = value
-            elif name == "head_dim_v":  # functions with this argument also return the log-sum-exp
-                named["value"], returns = given["k_cache"][..., :value], "the log-sum-exp"
+            elif name == "head_dim_v":
+                named["value"] = given["k_cache"][..., :value]
             elif name in _RETURN_MORE:
                 returns = "the log-sum-exp" if value else returns
             elif name == "out":
@@ -148,6 +151,14 @@ def _translation(function: Callable[..., Any], entry_point: str, kernel: str) ->
         return arguments, replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
     return translate
+
+
+def _unpacked(packed: Tensor, heads: int | None) -> tuple[Tensor, ...]:
+    """Return query, key and value of (…, 3, H, D) or, given Hq, of (…, Hq + 2 Hkv, D)."""
+    if heads is None:
+        return packed.unbind(-3)
+    kv_heads = (packed.shape[-2] - heads) // 2
+    return packed.split((heads, kv_heads, kv_heads), -2)
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -174,6 +185,7 @@ def _arguments(
         refused = [*refused, "packed queries of a batch of caches"]
     elif starts["cu_seqlens_k"] is None:
         starts["cu_seqlens_k"] = starts["cu_seqlens_q"]
+        named.setdefault("max_seqlen_k", named.get("max_seqlen_q"))
     left, right = (
         None if side is None or side < 0 else int(side)
         for side in (named.get("window") or (None, None))

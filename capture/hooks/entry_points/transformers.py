@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,7 +252,11 @@ def _flex(
         variant=AttentionVariant(softcap=softcap) if softcap else PLAIN,
         refusal=refusal or _refusal(others, {"indices", "block_indices"}),
         returns=_returns(module, others),
-    )
+    )[0], _FLEX_OUTPUT
+
+
+_FLEX_OUTPUT = replace(BSHD_AND_WEIGHTS, is_learned=False)
+"""Layout of a function that would first compile, and that returns a log-sum-exp as the weights."""
 
 
 def _arguments(

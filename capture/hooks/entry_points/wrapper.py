@@ -12,38 +12,53 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_variant import PLAIN
+from capture.errors import reason_of
+from capture.hooks.autocast import autocast_dtype
 from capture.hooks.entry_points.functions import replaced
+from capture.hooks.entry_points.return_form import (
+    MOST_FUNCTIONS,
+    OUTPUT,
+    OUTPUT_AND_WEIGHTS,
+    Key,
+    ReturnForm,
+    form_of,
+    forms_of,
+    key_of,
+)
 from capture.hooks.graph_constant import constant_in_graphs
-from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
+from capture.hooks.interceptor import (
+    Arguments,
+    Handler,
+    answer,
+    calls_handled,
+    is_inside,
+    refused_call,
+)
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Conversions between a function's result and SDPA's output (B, Hq, Sq, Dv)."""
+    """Conversions between a function's output and SDPA's output (B, Hq, Sq, Dv)."""
 
-    to_sdpa: Callable[[Any], Any]
-    from_sdpa: Callable[[Tensor], Any]
-
-
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _to_bhsd(result: Any) -> Any:
-    output = _first(result)
-    return output.transpose(1, 2) if isinstance(output, Tensor) and output.ndim == 4 else output
+    to_sdpa: Callable[[Tensor], Tensor]
+    from_sdpa: Callable[[Tensor], Tensor]
+    expected: ReturnForm = OUTPUT
+    """Form of the result of a function that cannot run, or that is not run to learn its form."""
+    is_learned: bool = True
+    """True if one run of the function shows what it returns, False if its arguments tell."""
 
 
-def _packed_to_bhsd(result: Any) -> Any:
-    output = _first(result)
-    return output.transpose(0, 1)[None] if isinstance(output, Tensor) else output
+def _to_bhsd(output: Tensor) -> Tensor:
+    return output.transpose(1, 2) if output.ndim == 4 else output
 
 
-BHSD = OutputLayout(_first, lambda output: output)
+BHSD = OutputLayout(lambda output: output, lambda output: output)
 BSHD = OutputLayout(_to_bhsd, lambda output: output.transpose(1, 2))
-THD = OutputLayout(_packed_to_bhsd, lambda output: output[0].transpose(0, 1))
+THD = OutputLayout(
+    lambda output: output.transpose(0, 1)[None], lambda output: output[0].transpose(0, 1)
+)
 BSHD_AND_WEIGHTS = OutputLayout(
-    _to_bhsd, lambda output: (output.transpose(1, 2).contiguous(), None)
+    _to_bhsd, lambda output: output.transpose(1, 2).contiguous(), OUTPUT_AND_WEIGHTS
 )
 """Layout of transformers' attention functions. The weights are None, as no kernel returns them."""
 
@@ -101,12 +116,83 @@ def _tell(name: str) -> None:
             traced(name)
 
 
-def _converted(form: OutputLayout, result: Any) -> Any:
+def _not_understood(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> tuple[Arguments, OutputLayout] | None:
+    """Return a call to be counted, as no translation of it is known; None without three tensors.
+
+    If the arguments are wrong, the function raises its own error and nothing is counted.
+    """
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:3]
+    if len(tensors) < 3 or min(each.ndim for each in tensors) < 3:
+        return None
+    query, key, value = tensors
+    sdpas = (query, key, value, None, 0.0, False, None, False)
+    reason = f"arguments of {name} could not be read: {reason_of(error)}"
+    return Arguments(*sdpas, entry_point=name, backend=name, refusal=reason), BHSD
+
+
+def _converted(layout: OutputLayout, result: Any) -> Any:
     """Convert a function's result to SDPA's output; None if the result has an unknown layout."""
+    output = result[0] if isinstance(result, (tuple, list)) and result else result
     try:
-        return form.to_sdpa(result)
+        return layout.to_sdpa(output)
     except Exception:
         return None
+
+
+@dataclass(slots=True, eq=False)
+class FollowedCall:
+    """Call of a function. Calling this object runs the function, once; returns SDPA's output.
+
+    A handler that replaces the function asks for the `refusal` first.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: Arguments
+    layout: OutputLayout
+    forms: dict[Key, ReturnForm]
+    """Forms of the function's results so far, which this call may add to."""
+    form: ReturnForm
+    own: tuple[Any, Any] | None = None
+    """The function's result, and its output in SDPA's layout; None if the function did not run."""
+
+    def __call__(self) -> Any:
+        if self.own is None:
+            result = self.run()
+            self.own = result, _converted(self.layout, result)
+        return self.own[1]
+
+    def refusal(self) -> str | None:
+        """Return why no kernel can replace the function; None if one can.
+
+        Runs the function at the first call of its kind, to learn the form of its result.
+        """
+        if not self.layout.is_learned:
+            return None
+        key = (autocast_dtype(self.arguments.query), *key_of(*self.given))
+        if key not in self.forms:
+            learned = self.form
+            with contextlib.suppress(Exception):  # it may not run on this machine
+                output = self()
+                assert self.own is not None
+                learned = form_of(self.own[0], output, self.arguments, self.form)
+            if len(self.forms) >= MOST_FUNCTIONS:
+                self.forms.clear()
+            self.forms[key] = learned
+        self.form = self.forms[key]
+        if self.form.refusal:
+            return f"{self.name} {self.form.refusal}"
+        self.own = None  # frees the memory before the kernel runs
+        return None
+
+    def result(self, output: Tensor) -> Any:
+        """Return what the function returns if this is its output in SDPA's layout."""
+        if self.own is not None and output is self.own[1]:
+            return self.own[0]
+        return self.form.made_of(self.layout.from_sdpa(output))
 
 
 def wrapped(
@@ -119,6 +205,7 @@ def wrapped(
     """
 
     name = getattr(function, "__name__", type(function).__name__)
+    forms = forms_of(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -130,30 +217,23 @@ def wrapped(
             return function(*args, **kwargs)
         try:
             translated = translate(*args, **kwargs)
-        except Exception:
-            translated = None  # the function raises its own error or has arguments unknown to us
+        except Exception as error:
+            translated = _not_understood(name, args, kwargs, error)
         if translated is None:
             return function(*args, **kwargs)
-        arguments, form = plainest(translated[0]), translated[1]
+        arguments, layout = plainest(translated[0]), translated[1]
         if arguments.refusal:
             before = calls_handled()
-            result = function(*args, **kwargs)
-            output = _converted(form, result)
+            with refused_call():
+                result = function(*args, **kwargs)
+            output = _converted(layout, result)
             if calls_handled() == before and isinstance(output, Tensor):
                 answer(handler, arguments, lambda: output, function)
             return result
-        results: list[tuple[Any, Tensor]] = []
-
-        def proceed() -> Tensor:
-            result = function(*args, **kwargs)
-            results.append((result, _converted(form, result)))
-            return results[0][1]
-
-        output = answer(handler, arguments, proceed, function)
-        for result, own in results:
-            if output is own:
-                return result
-        return form.from_sdpa(output)
+        run = functools.partial(function, *args, **kwargs)
+        given = (args, kwargs)
+        call = FollowedCall(name, run, given, arguments, layout, forms, layout.expected)
+        return call.result(answer(handler, arguments, call, function))
 
     return wrapper
 

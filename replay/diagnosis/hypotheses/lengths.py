@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,7 +62,9 @@ def _cured(subject: Subject, block: int, which: Which) -> bool:
     up = _lengths(subject, which, lambda length: -(-length // block) * block)
     down = _lengths(subject, which, lambda length: length // block * block or length)
     same = (subject.call.shape.q_len, subject.call.shape.kv_len)
-    return all(subject.is_cured(_tried(subject, each)) for each in (up, down) if each != same)
+    return all(
+        subject.cured_by(partial(_tried, subject, each)) for each in (up, down) if each != same
+    )
 
 
 def _is_wrong_beyond(subject: Subject, block: int, which: Which) -> bool:

@@ -58,8 +58,8 @@ def overflow(subject: Subject) -> Evidence | None:
     if not is_finite or is_zero:
         trials += [("scores", factor) for factor in FACTORS]
     for name, factor in trials:
-        score = subject.tried(_scaled(call, name, factor))
-        if score is None or not subject.is_cured(score):
+        score = subject.cured_by(_scaled(call, name, factor))
+        if score is None or subject.is_cured(subject.tried(_scaled(call, name, 1.0))):
             continue
         if name == "key" and is_finite and len(_outliers(small.key[0, 0])[1]):
             return None  # an outlier channel explains more, because K has its own scale
@@ -147,17 +147,21 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     key = call.key.to(torch.float32)
     mean = key.mean(dim=2, keepdim=True)
     centred = (key - mean).to(call.dtype)
-    score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
+    # Many channels are a large part of K, so removing them makes any error smaller.
+    few = len(channels) <= FEW_CHANNELS * call.shape.head_dim
+    collapse = HALVED if few else COLLAPSE  # rounding may account for the remaining error
+    trial = replace(call.with_tensors({"key": centred}), output=None)
+    score = subject.cured_by(trial, collapse=collapse)
     way, how = "centred", "with the mean of the keys subtracted, which does not change attention,"
     # Centring does not help if the outliers of a channel vary from key to key.
-    if not _is_better(subject, score, channels):
+    if score is None:
         without = call.key.clone()
         without[..., channels] = 0
-        score = subject.tried(replace(call.with_tensors({"key": without}), output=None))
+        trial = replace(call.with_tensors({"key": without}), output=None)
+        score = subject.cured_by(trial, collapse=collapse)
         way, how = "removed", f"without {'it' if len(channels) == 1 else 'them'}"
-        if not _is_better(subject, score, channels):
+        if score is None:
             return None
-    assert score is not None
     worst, size, typical = int(channels[0]), float(sizes[channels[0]]), float(sizes.median())
     more = f" and {len(channels) - 1} more" if len(channels) > 1 else ""
     times = f"{size / typical:.3g} times" if typical else "far above"
@@ -176,15 +180,6 @@ def outlier_channel(subject: Subject) -> Evidence | None:
             "way": way,
         },
     )
-
-
-def _is_better(subject: Subject, score: Score | None, channels: Tensor) -> bool:
-    """Return True if the error shrank enough; rounding may account for the remaining error.
-
-    Many channels are a large part of K, so removing them makes any error smaller.
-    """
-    few = len(channels) <= FEW_CHANNELS * subject.call.shape.head_dim
-    return score is not None and score.is_cure_of(subject.own, HALVED if few else COLLAPSE)
 
 
 def _outliers(key: Tensor) -> tuple[Tensor, Tensor]:

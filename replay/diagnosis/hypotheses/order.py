@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,14 +54,16 @@ def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:
     if before is None or before.passes or before.is_cure_of(subject.own):
         return None
     by_score = score.argsort(descending=True, stable=True)
-    after = subject.tried(_alone(call, place, keys[by_score]), where)
-    if after is None or not after.is_cure_of(before):
+    control = partial(subject.tried, as_recorded, where)
+    ordered = _alone(call, place, keys[by_score])
+    after = subject.cured_by(partial(subject.tried, ordered, where), control, before)
+    if after is None:
         return None
     # This order would also help a kernel that drops the keys with the smallest scores. With equal
     # scores, such a kernel would still be wrong.
     level = replace(as_recorded, query=torch.zeros_like(as_recorded.query))
-    even = subject.tried(level, where)
-    if even is None or not even.is_cure_of(before):
+    even = subject.cured_by(partial(subject.tried, level, where), control, before)
+    if even is None:
         return None
     sink = int(score.argmax())
     earlier = float(score[:sink].max()) if sink else float("-inf")

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +27,8 @@ from replay.diagnosis.derived import (
     seen,
 )
 from replay.diagnosis.hypotheses.factors import wrong_factor
-from replay.diagnosis.subject import Cause, Evidence, Subject
-
-
-class Reading(NamedTuple):
-    """Call that the kernel may have computed by misreading the given call."""
-
-    cause: Cause
-    sentence: str
-    call: AttentionCall
+from replay.diagnosis.hypotheses.others import other_heads, other_sequences
+from replay.diagnosis.subject import Evidence, Reading, Subject
 
 
 def misread(subject: Subject) -> Evidence | None:
@@ -70,7 +63,8 @@ def readings(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
     yield from _features(call)
     if call.attn_mask is not None:
         yield from _of_mask(call, place)
-    yield from _heads(call)
+    yield from other_heads(call)
+    yield from other_sequences(call, place)
 
 
 def _causal(call: AttentionCall) -> Iterator[Reading]:
@@ -270,25 +264,6 @@ def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
         moved = rolled.clone()
         moved.select(dim, edge).copy_(torch.as_tensor(value))
         yield moved
-
-
-def _heads(call: AttentionCall) -> Iterator[Reading]:
-    shape = call.shape
-    if call.page_table is not None or shape.q_heads == 1:
-        return
-    heads = torch.arange(shape.q_heads, device=call.device)
-    to_kv = heads // (shape.q_heads // shape.kv_heads)
-    maps = {}
-    if shape.kv_heads not in (1, shape.q_heads):
-        maps["key head h mod Hkv instead of h // (Hq / Hkv)"] = heads % shape.kv_heads
-    maps["the key heads of one query before"] = to_kv.roll(1)
-    maps["the key heads in reverse"] = to_kv.flip(0)
-    if shape.kv_heads > 1:
-        maps["the first key head for all"] = torch.zeros_like(heads)
-    for name, places in maps.items():
-        key, value = (each.index_select(1, places) for each in (call.key, call.value))
-        other = replace(call, key=key, value=value, enable_gqa=False)
-        yield Reading("head-mapping", f"the output is that of {name}", other)
 
 
 def _nothing_seen(subject: Subject) -> Evidence | None:

@@ -45,6 +45,9 @@ def stale(probe: Probe) -> Evidence | None:
         old = _copy(probe.run_on(memory))
     if old is None:
         return None
+    # A kernel that has not seen the other values yet, and computes with them, misreads its inputs.
+    if _judged(probe, old, None, "", right=recorded, before=other):
+        return None
     _write(memory, other)
     in_place = _copy(probe.run_on(memory))
     elsewhere_memory = recorded.to(recorded.device)

@@ -31,11 +31,22 @@ from replay.kernels.wrapping import adapt, at_once, register_adapted
 if TYPE_CHECKING:
     from attention_kernels.decode.paging import PagedCache
 
+MOST_ROWS = 32 * 65_535
+"""Maximum number of query rows of a key head: a GPU launches at most 65,535 programs on the axis of
+these rows, and a program has at least 32 of so many."""
+
+
+def _fits_a_grid(call: AttentionCall) -> str | None:
+    rows = call.shape.q_heads // call.shape.kv_heads * call.shape.q_len
+    return None if rows <= MOST_ROWS else f"{rows} query rows of a key head: at most {MOST_ROWS}"
+
+
 DECODE_LIMITS = (
     limits.no_dropout,
     limits.half_precision,
     limits.max_head_dim(256),
     limits.max_queries(16),
+    _fits_a_grid,
     limits.no_huge_softcap,
 )
 
@@ -58,6 +69,7 @@ LIMITS = (
     limits.half_precision,
     _head_dim,
     limits.max_queries(16),
+    _fits_a_grid,
     limits.no_huge_softcap,
 )
 

@@ -188,9 +188,15 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         (["--max", "0", "--model", "llama"], "must be an integer of at least 1, not 0"),
         (["--max", "many", "--model", "llama"], "must be an integer of at least 1, not many"),
         (["--steps", "-1", "--model", "llama"], "must be an integer of at least 1, not -1"),
+        (["--set", "=3", "--model", "llama"], "must be NAME=VALUE, not '=3'"),
+        (["--set", "height", "--model", "llama"], "must be NAME=VALUE, not 'height'"),
         (["--max-bytes", "lots"], "invalid size 'lots' (must be such as 500M or 20G)"),
         (["--max-bytes", "inf"], "invalid size 'inf'"),
         (["--max-bytes", "0"], "invalid size '0'"),
+        (
+            ["--max", "per-layer", "--sample", "first", "--model", "llama"],
+            "max per-layer needs sample spread, not first",
+        ),
         (
             ["--sample", "random"],
             "must be spread, hard, first or every:N (N at least 1), not 'random'",
@@ -264,10 +270,11 @@ def test_missed_attention_is_printed(run_cli: Run, tmp_path: Path, model_file: P
     )
     assert code == 0
     assert printed.startswith("recorded 1 of 1 attention call")
-    assert (
-        "note: missed, and not in the census: 1 run of 1 module of class HeldAttention "
-        "(such as held)"
-    ) in errors
+    missed = (
+        "missed, and not in the census: 1 run of 1 module of class HeldAttention (such as held)"
+    )
+    assert f"kept of the eligible calls: 1 of 1; {missed}" in errors
+    assert errors.count("HeldAttention") == 1
 
 
 def test_user_s_function_and_the_same_name_twice(
@@ -383,7 +390,7 @@ def test_problem_is_reported_once_and_at_once(
 ) -> None:
     out = tmp_path / "out"
     code, _, err = run_cli("--model", f"{model_file}:refused", "--out", str(out))
-    told = [line for line in err.splitlines() if "scale inf" in line]
+    told = [line for line in err.splitlines() if "cannot be stored: scale inf" in line]
     assert (code, len(told)) == (1, 1)
     assert err.index(told[0]) < err.index("AFTER")
 
@@ -409,6 +416,8 @@ def test_brackets_in_a_name_are_printed(run_cli: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["show", "check"])
 def test_looking_at_what_is_not_there(run_cli: Run, tmp_path: Path, option: str) -> None:
     assert "no such directory" in sentence_of(run_cli(option, str(tmp_path / "nowhere")), 2)
+    (tmp_path / "file").touch()
+    assert "is a file: give a directory" in sentence_of(run_cli(option, str(tmp_path / "file")), 2)
     assert "holds no recorded call" in sentence_of(run_cli(option, str(tmp_path)), 2)
     (tmp_path / "manifest.json").write_text('{"format": "attention-replay/9"}')
     assert "this version reads" in sentence_of(run_cli(option, str(tmp_path)), 2)

@@ -200,8 +200,8 @@ MODELS = [
         denoiser("WanTransformer3DModel", WAN, lambda: video(channels=16, text=32)),
         denoised(4),
     ),
-    # With classifier-free guidance, each step is two forward passes: here the first two passes
-    # belong to one transformer, and the other two to the second.
+    # With classifier-free guidance, each step is two forward passes. Here each step has its own
+    # transformer.
     Foreign("Wan 2.2", wan_2_2, Counter({("denoise", 0): 8, ("denoise", 1): 8})),
     Foreign(
         "HunyuanVideo 1.5",
@@ -353,7 +353,6 @@ MODELS = [
             lambda: {**image(), "encoder_attention_mask": mask(6, 3, of=6)},
         ),
         denoised(2),
-        unseen={"Attention": 4},
     ),
     # A block makes one call per text, without padding; one more attention call pools the texts.
     Foreign(

@@ -23,8 +23,7 @@ class Foreign(NamedTuple):
     """Expected calls, derived by hand from the configuration."""
     roads: frozenset[str] = frozenset({"sdpa"})
     unseen: dict[str, int] = {}  # noqa: RUF012
-    """Expected number of forward passes, by class, of attention modules that call no entry
-    point."""
+    """Expected number of attention computations outside all entry points, by class of module."""
 
 
 def generated(prefill: int, decode: int | None = None, *, steps: int = 3) -> Calls:

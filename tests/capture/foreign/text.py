@@ -211,7 +211,6 @@ MODELS = [
         "MiniMax",
         decoder("minimax", **EXPERTS, layer_types=["linear_attention", "full_attention"]),
         generated(1),
-        unseen={"MiniMaxLightningAttention": 3},
     ),
     Foreign("Falcon", decoder("falcon", SIZES), generated(2)),
     Foreign("GPT-2", decoder("gpt2", GPT), generated(2)),

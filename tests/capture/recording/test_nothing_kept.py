@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def attend_to_fake_tensors(model: nn.Module) -> None:
         (
             nn.Linear(2, 2),
             lambda model: model(torch.ones(1, 2)),
-            "no attention call was seen: none of its modules is known",
+            "no attention call was seen: none was found in the operations of one",
         ),
     ],
 )
@@ -82,19 +83,30 @@ def test_tensors_without_values_are_counted_and_never_kept(tmp_path: Path) -> No
     ).transpose(1, 2)
     query = torch.randn(4, 2, 5, 8)
     meta = torch.randn(1, 2, 5, 8, device="meta")
-    strange = [
-        attend(ragged, ragged, ragged),
-        lambda: torch.vmap(F.scaled_dot_product_attention)(query, query, query),
-        attend(meta, meta, meta),
-    ]
-    model = Caller()
-    for name, call in zip(("nested", "vmap", "meta"), strange, strict=True):
-        with (
-            pytest.warns(RecordingWarning, match="none of 1 attention call can be stored"),
-            record(model, tmp_path / name),
-        ):
+    with FakeTensorMode():
+        fake = torch.randn(4, 2, 5, 8)
+    strange = {
+        "nested tensors": attend(ragged, ragged, ragged),
+        "inside vmap or another transform of torch.func": lambda: torch.vmap(
+            F.scaled_dot_product_attention
+        )(query[None], query[None], query[None]),
+        "tensors without values": attend(meta, meta, meta),
+        "fake tensors": attend(fake, fake, fake),
+    }
+    model, refused = Caller(), []
+    for number, (reason, call) in enumerate(strange.items()):
+        told = f"none of 1 attention call can be stored: {reason}"
+        with pytest.warns(RecordingWarning, match=told), record(model, tmp_path / str(number)):
             model(call)
-    with record(model, tmp_path / "all") as recording:
-        model(*strange, attend(query, query, query))
-    assert (recording.seen, recording.kept) == (4, 1)
-    assert_good(load(tmp_path / "all"))
+        refused.append(f"2 ({reason})")
+    told = f"kept of the eligible calls: 2 of 3; refused: {', '.join(refused)}"
+    with (
+        pytest.warns(RecordingWarning, match=re.escape(told)),
+        record(model, tmp_path / "all", max=2) as recording,
+    ):
+        model(*[*strange.values(), attend(query, query, query)] * 2, attend(query, query, query))
+    assert (recording.summary, recording.problems) == (told, [])
+    data = load(tmp_path / "all")
+    assert_good(data)
+    signatures = data.captures[0].census["signatures"]
+    assert {*strange, ""} == {each["refusal"] for each in signatures}

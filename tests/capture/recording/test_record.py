@@ -286,7 +286,7 @@ def test_trace_for_many_sizes_has_no_values(tmp_path: Path) -> None:
     with record(model, tmp_path) as recording:
         make_fx(lambda each: model(attend(each, each, each)), tracing_mode="symbolic")(query)
         model(attend(query, query, query))
-    assert (recording.kept, recording.counts.without_values, recording.problems) == (1, 1, [])
+    assert (recording.kept, recording.counts.traced, recording.problems) == (1, 1, [])
 
 
 def test_all_denoisers_of_a_pipeline_are_sampled_unless_modules_are_chosen(
@@ -372,3 +372,17 @@ def test_recomputed_calls_are_counted_and_never_kept(
         for phase in ("encode", "recompute")
     ]
     assert recording.summary.endswith("4 of 4; not sampled: (recompute) 4")
+
+
+def test_model_whose_attributes_cannot_be_read_is_recorded(tmp_path: Path) -> None:
+    class Raising(nn.Module):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"not initialised: {name}")
+
+        def forward(self, states: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(states, states, states)
+
+    model = Raising()
+    with record(model, tmp_path) as recording:
+        model(torch.randn(1, 2, 5, 8))
+    assert (recording.kept, recording.problems) == (1, [])

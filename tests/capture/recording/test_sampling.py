@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -144,40 +146,46 @@ def test_strata_share_evenly(calls: list[Offered], max_calls: int) -> None:
         assert kept[stratum] >= most - 1 or kept[stratum] == available
 
 
-@pytest.mark.parametrize(("layers", "steps"), [(30, 50), (57, 28), (4, 8), (2, 2), (42, 50)])
-@pytest.mark.parametrize("max_calls", [1, 4, 10, 25])
-def test_layers_and_steps_of_a_regular_run_are_covered_evenly(
+def largest_gap(kept: Iterable[int], end: int) -> float:
+    """Return the largest gap between kept positions, ends included, in even gaps."""
+    places = sorted({-1, end, *kept})
+    even = (end + 1) / (len(places) - 1)
+    return max(after - before for before, after in itertools.pairwise(places)) / even
+
+
+@settings(max_examples=20, deadline=None)
+@given(layers=st.integers(1, 60), steps=st.integers(1, 200), max_calls=st.integers(1, 50))
+@example(layers=1, steps=1000, max_calls=10)
+@example(layers=12, steps=20, max_calls=4)
+@example(layers=48, steps=86, max_calls=47)
+@example(layers=57, steps=39, max_calls=3)
+def test_gaps_of_layers_and_steps_are_at_most_twice_even(
     layers: int, steps: int, max_calls: int
 ) -> None:
-    calls = grid(layers, steps)
-    kept = [calls[index] for index in sample(calls, max_calls)]
-    assert len(kept) == min(max_calls, layers * steps)
-    per_layer = Counter(call.module for call in kept)
-    per_step = Counter(call.step for call in kept)
-    # An even choice would differ by 1; deciding call by call adds at most 1.
-    for counts, places in ((per_layer, layers), (per_step, steps)):
-        fair = len(kept) / places
-        assert max(counts.values()) <= fair + 2
-        if places <= len(kept):
-            assert len(counts) == places
+    sampler, offers = SpreadSampler(max_calls), 0
+    for index, call in enumerate(grid(layers, steps)):
+        offers += offer(sampler, index, call) is not None
+        if (index + 1) % layers == 0:
+            kept = sampler.calls.values()
+            for counts, end in (
+                (Counter(each.step for each in kept), call.step + 1),
+                (Counter(each.place.layer for each in kept), layers),
+            ):
+                assert len(counts) == min(max_calls, end)
+                assert largest_gap(counts, end) <= 2
+                assert max(counts.values()) <= 1.5 * len(kept) / end + 2
+    assert sampler.kept == min(max_calls, layers * steps)
+    assert offers <= 2 * max_calls * (1 + math.log(max(layers * steps / max_calls, 1)))
 
 
-@pytest.mark.parametrize("max_calls", [8, 10, 20])
-def test_calls_kept_reach_into_every_third_of_the_run(max_calls: int) -> None:
-    layers, steps = 30, 50
-    calls = grid(layers, steps)
-    kept = [calls[index] for index in sample(calls, max_calls)]
-    layer_thirds = Counter(int(call.module.split(".")[1]) * 3 // layers for call in kept)
-    step_thirds = Counter(call.step * 3 // steps for call in kept)
-    for thirds in (layer_thirds, step_thirds):
-        assert min(thirds[third] for third in range(3)) >= max_calls // 3 - 2
-        assert min(thirds[third] for third in range(3)) >= 1
-
-
-def test_few_calls_are_kept_for_a_while_to_keep_ten_of_1500() -> None:
-    sampler = SpreadSampler(10)
-    kept = sum(offer(sampler, index, call) is not None for index, call in enumerate(grid(30, 50)))
-    assert kept < 150
+@given(layers=st.integers(8, 40), max_calls=st.integers(8, 40))
+def test_calls_of_one_step_are_spread_over_its_layers(layers: int, max_calls: int) -> None:
+    """Early steps must not keep only the last layers, nor late steps only the first."""
+    calls = grid(layers, 2)
+    kept = [calls[index] for index in sample(calls, min(max_calls, layers))]
+    for step in (0, 1):
+        inside = [int(call.module.split(".")[1]) for call in kept if call.step == step]
+        assert min(inside) < layers / 2 <= max(inside)
 
 
 def test_refusals_for_bytes_are_counted_separately() -> None:
@@ -212,37 +220,6 @@ def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, me
         make_sampler(name, max_calls, max_bytes)
 
 
-# Runs with many shapes.
-
-
-def unet(steps: int) -> list[Offered]:
-    """Return calls of 32 modules with 16 shapes per step, as in Stable Video Diffusion's UNet."""
-    shapes = [f"{level}.{kind}" for level in range(4) for kind in ("ss", "sc", "ts", "tc")]
-    return [
-        Offered(shape, f"{block}.{shape}", step)
-        for step in range(steps)
-        for shape in shapes
-        for block in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize("max_calls", [4, 10, 16, 20, 40])
-@pytest.mark.parametrize("steps", [2, 4, 8, 10, 25, 50])
-def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> None:
-    calls = unet(steps)
-    kept = [calls[index] for index in sample(calls, max_calls)]
-    fair = max_calls / steps
-    per_step = Counter(call.step for call in kept)
-    assert max(per_step.values()) <= fair + 2
-    if fair >= 1:
-        assert len(per_step) == steps
-    assert max(Counter(call.stratum for call in kept).values()) <= -(-max_calls // 16)
-    assert max(Counter(call.module for call in kept).values()) <= -(-max_calls // 32)
-    thirds = Counter(call.step * 3 // steps for call in kept)
-    if steps >= max(max_calls, 8):
-        assert min(thirds[third] for third in range(3)) >= max_calls // 3 - 1
-
-
 def test_shapes_without_kept_calls_cost_nothing() -> None:
     """A run may have thousands of strata, but only `max` strata can have kept calls."""
     sampler = SpreadSampler(2)
@@ -259,13 +236,15 @@ class Unvisited(dict[Hashable, Stratum]):
         raise AssertionError("all were visited")
 
 
+@settings(max_examples=40, deadline=None)
 @given(
-    strata=st.integers(1, 12),
+    strata=st.integers(1, 16),
     modules=st.integers(1, 4),
-    steps=st.integers(1, 12),
-    max_calls=st.integers(1, 30),
+    steps=st.integers(1, 50),
+    max_calls=st.integers(1, 40),
 )
-def test_regular_run_is_covered_evenly(
+@example(strata=16, modules=2, steps=50, max_calls=40)  # like Stable Video Diffusion's UNet
+def test_run_with_many_shapes_is_covered_evenly(
     strata: int, modules: int, steps: int, max_calls: int
 ) -> None:
     calls = [
@@ -275,15 +254,33 @@ def test_regular_run_is_covered_evenly(
         for module in range(modules)
     ]
     kept = [calls[index] for index in sample(calls, max_calls)]
-    for counts, places in (
-        (Counter(call.step for call in kept), steps),
-        (Counter(call.module for call in kept), strata * modules),
-    ):
-        assert max(counts.values()) <= len(kept) / places + 2
+    per_step = Counter(call.step for call in kept)
+    assert max(per_step.values()) <= len(kept) / steps + 2
+    assert largest_gap(per_step, steps) <= 2
+    assert len(per_step) == min(steps, len(kept))
+    per_module = Counter(call.module for call in kept)
+    assert max(per_module.values()) <= len(kept) / (strata * modules) + 2
     assert max(Counter(call.stratum for call in kept).values()) <= -(-len(kept) // strata)
 
 
 # Other samplers.
+
+
+@given(
+    layers=st.integers(1, 20), steps=st.integers(1, 40), max_bytes=st.none() | st.integers(1, 30)
+)
+def test_per_layer_keeps_one_call_of_each_layer_and_phase(
+    layers: int, steps: int, max_bytes: int | None
+) -> None:
+    calls = [*grid(layers, 1, "prefill"), *grid(layers, steps, "decode")]
+    sampler = make_sampler("spread", "per-layer", max_bytes)
+    offers = sum(offer(sampler, index, call) is not None for index, call in enumerate(calls))
+    kept = [calls[index] for index in sampler.calls]
+    assert len({(call.stratum, call.module) for call in kept}) == len(kept) == sampler.nbytes
+    assert len(kept) == min(2 * layers, max_bytes or 2 * layers)
+    assert offers <= layers * (4 + 2 * math.log(steps)) + 10
+    if len(kept) == 2 * layers >= 40 <= steps:
+        assert len({call.step for call in kept}) > layers / 2
 
 
 @given(count=st.integers(0, 40), every=st.integers(1, 7), max_calls=st.integers(1, 12))

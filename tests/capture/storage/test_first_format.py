@@ -25,6 +25,8 @@ RECORDED = Path(__file__).with_name("first_format")
 LIBRARY = "flash_attn.flash_attn_interface"
 VOLATILE = ("versions", "started", "checksum", "bytes", "file", "backend")
 """Keys whose values differ between runs."""
+LATER = ("forward_index",)
+"""Keys that later versions add, and that the first version ignores."""
 
 
 class HeldAttention(nn.Module):
@@ -74,9 +76,10 @@ def manifest(directory: Path) -> dict[str, Any]:
 
 
 def stable(value: Any) -> Any:
-    """Return JSON with every key, but without the values that differ between runs."""
+    """Return JSON with every key of the first version, without values that differ between runs."""
     if isinstance(value, dict):
-        return {key: None if key in VOLATILE else stable(part) for key, part in value.items()}
+        parts = {key: part for key, part in value.items() if key not in LATER}
+        return {key: None if key in VOLATILE else stable(part) for key, part in parts.items()}
     return [stable(part) for part in value] if isinstance(value, list) else value
 
 

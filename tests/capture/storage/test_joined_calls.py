@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,13 @@ def test_call_is_joined_in_the_order_of_its_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"module": "layers.1"}, {"step": 1}, {"phase": "decode"}, {"call_in_step": 1}],
+    [
+        {"module": "layers.1"},
+        {"step": 1},
+        {"forward_index": 1},
+        {"phase": "decode"},
+        {"call_in_step": 1},
+    ],
     ids=str,
 )
 def test_calls_from_elsewhere_are_not_parts(tmp_path: Path, other: dict[str, Any]) -> None:
@@ -50,6 +57,12 @@ def test_calls_from_elsewhere_are_not_parts(tmp_path: Path, other: dict[str, Any
     assert (
         found.note == f"2 calls are left out, because a rank's part is missing: {found.missing[0]}"
     )
+
+
+def test_forward_passes_of_one_step_are_joined_separately(tmp_path: Path) -> None:
+    for rank, forward in itertools.product((0, 1), (4, 5)):
+        store_part(tmp_path, CALL, rank, [0, 1], call_index=forward, forward_index=forward, step=2)
+    assert [call.origin.forward_index for call in joined(tmp_path)] == [4, 5]
 
 
 def test_ranks_that_work_in_groups(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_file_replaces_the_defaults(tmp_path: Path) -> None:
         ("[quantised]\nminimum_cosine = nan\n", "a number of at least 0, such as 0.99, not nan"),
         ("[quantised]\nnoise_factor = -1\n", "a number of at least 0, such as 1.35, not -1"),
         ("[exact\n", "is not TOML: "),
+        (f"a = {'[' * 3000}{']' * 3000}", "is not TOML: nested too deeply"),
+        (f"a = [{'9' * 400}]", "is not TOML: an integer has more than 64 bits"),
     ],
 )
 def test_invalid_file_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from replay.bench import feasibility
 from replay.bench.feasibility import check_size
-from replay.workloads.random_calls import ShapeError, suite
+from replay.workloads.call_sizes import ShapeError
+from replay.workloads.random_calls import suite
 from replay.workloads.random_masks import MASKS
 
 CPU = torch.device("cpu")

@@ -21,12 +21,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.errors_of_output import Errors, Summary
 from replay.rows.fields import SCHEMA
-from replay.rows.row import (
-    Energy,
-    Machine,
-    Mask,
-    Row,
-)
+from replay.rows.row import Energy, Machine, Mask, Row, Speedup
 from replay.rows.row_files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.timing.statistics import summarize
 from replay.workloads.random_calls import Spec, random_weights
@@ -63,10 +58,15 @@ def values_of(kind: Any, figures: st.SearchStrategy[float]) -> st.SearchStrategy
             return st.tuples(*parts)
         at_least = int(get_args(kind)[0] is float)  # times have at least one sample
         return st.lists(parts[0], min_size=at_least, max_size=3).map(tuple)
+    drawn = {Errors: figures.map(abs), Summary: figures}.get(kind, FINITE)
     fields = {
-        name: figures if each is float and kind in (Errors, Summary) else values_of(each, figures)
+        name: drawn if each is float else values_of(each, figures)
         for name, each in get_type_hints(kind).items()
     }
+    if issubclass(kind, Speedup):
+        ends = st.just((None, None)) | st.tuples(FINITE, FINITE)
+        made = st.builds(kind, **{**fields, "low": st.none(), "high": st.none()})
+        return st.builds(lambda one, pair: replace(one, low=pair[0], high=pair[1]), made, ends)
     return st.builds(kind, **fields)
 
 

@@ -16,7 +16,6 @@ pytestmark = [
 FLAGS = {
     "scales_its_inputs": "",
     "leaves_settings": "changes torch.get_num_threads",
-    "rows_of_neighbours": "",
     "facts_of_another_call": "",
 }
 """Cheats that only want to disturb others, with the flag of their rows."""
@@ -28,6 +27,7 @@ REASONS = {
     "negative_view": "lazily negated",
     "other_dtype": "returned float64",
     "nothing": "not a tensor",
+    "rows_of_neighbours": "a row of",
     "call_is_unreadable": "by no one",
     "another_call": "a question about",
     "blames_a_neighbour": "exited with code 3",

@@ -105,7 +105,10 @@ def test_earlier_file_is_kept_until_there_is_a_row(
     assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
 
 
-def test_table_is_shown_when_the_disk_is_full(run_cli: RunCli, recorded: Path) -> None:
+def test_table_is_shown_when_the_disk_is_full(
+    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.cli.files.check_place", lambda path: None)  # it is full later
     code, out, err = run_cli(*arguments(recorded, "--json", FULL))
     assert code == 2
     assert "3 calls" in out

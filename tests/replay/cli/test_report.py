@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import json
 from collections.abc import Callable
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import attention_replay as ar
+from replay.api.write_report import read_checks, stored_checks
+from replay.report.explanation import explanation
 from replay.report.html import chart_library
-from replay.rows.row_files import write_jsonl
+from replay.report.html.model import answers, model_data
+from replay.rows.row_files import RowsError, plain, write_jsonl
 from tests.replay.report.html import pages
+from tests.replay.rows.test_row_files import parts
 
 RunCli = Callable[..., tuple[int, str, str]]
 RANDOM = ("random", "-hq", "2", "-sq", "33", "-d", "32", "--kernels", "torch-math")
@@ -103,6 +112,23 @@ def test_wrong_usage_is_one_sentence(
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert sentence in err
     assert stored.read_text() == before
+
+
+def test_checks_of_another_type_are_refused(tmp_path: Path) -> None:
+    """A change of any part is refused, or leaves checks that can be drawn and explained."""
+    path, data = tmp_path / "checks.jsonl", plain(pages.checks("kernel-1")[1])
+    accepted = 0
+    for at in parts(data):
+        values: list[Any] = ["text", [[]], {"a": 1}, None, -1.0, 0, 5e-324, 1e308, 10**400]
+        for value in values:
+            changed = copy.deepcopy(data)
+            functools.reduce(getitem, at[:-1], changed)[at[-1]] = value
+            path.write_text(json.dumps(changed))
+            with contextlib.suppress(RowsError):
+                checks = read_checks(path)
+                json.dumps([model_data(checks), list(answers(checks))], allow_nan=False)
+                accepted += bool(explanation(stored_checks(path)[0]))
+    assert accepted > 100
 
 
 def test_stored_rows_become_charts(run_cli: RunCli, stored: Path, tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ def test_wrong_arguments_start_no_process(
     [
         ("--kernels", "torch-math,torch-flahs"),
         ("--baseline-kernel", "sage4"),
-        ("--device", "gpu"),
     ],
 )
 def test_suspicious_name_is_looked_up_before_a_process_starts(

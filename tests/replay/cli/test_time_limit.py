@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from replay.cli.shared_options import duration
+from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -42,14 +44,15 @@ def test_work_is_stopped_when_the_time_is_over() -> None:
     clock = Clock()
     late = TimeLimit(60, clock)
     clock.now += 61
-    with late.watched():
+    is_first_done = threading.Event()
+    with late.watched(is_first_done.is_set):
+        assert not late.stopped.wait(0.01)
+        is_first_done.set()
         assert late.stopped.wait(60)
-    early = TimeLimit(60, clock)
-    with early.watched():
-        pass
-    with TimeLimit(None, clock).watched() as nothing:
-        assert nothing is None
-    assert not early.stopped.is_set()
+    for early in (TimeLimit(60, clock), TimeLimit(None, clock)):
+        with early.watched(is_first_done.is_set):
+            pass
+        assert not early.stopped.is_set()
 
 
 @pytest.fixture
@@ -62,27 +65,29 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with_a_clock(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """`run(12, …)` has a limit of 12 seconds; each call is expected to take four."""
+    """`run(12, 5.0, …)` has a limit of 12 seconds, expects five for each call, and takes four."""
 
-    def run(seconds: int, *arguments: str) -> tuple[int, str, str]:
+    def run(seconds: int, expected: float, *arguments: str) -> tuple[int, str, str]:
         clock = Clock()
 
         class Limit(TimeLimit):
             def __init__(self, asked: float | None) -> None:
                 super().__init__(asked, clock)
 
-            def allows(self, seconds: float) -> bool:
-                found = super().allows(seconds)
-                if seconds == 4.0:  # the replay checks whether the next call may begin
-                    clock.now += 4.0 * found
-                return found
+        class Throughput(Pace):
+            def __init__(self, expected: dict[str, float], at_a_time: int) -> None:
+                super().__init__(expected, at_a_time, clock)
 
-        def expected(calls: list[object], *_: object) -> dict[str, float]:
-            return {call.name: 4.0 for call in calls}  # type: ignore[attr-defined]
+            def leave(self, call: str) -> None:
+                clock.now += 4.0
+                super().leave(call)
+
+        def estimates(calls: list[object], *_: object) -> dict[str, float]:
+            return {call.name: expected for call in calls}  # type: ignore[attr-defined]
 
         monkeypatch.setattr("replay.api.session.TimeLimit", Limit)
-        monkeypatch.setattr("replay.distribution.estimate.expected_seconds", expected)
-        monkeypatch.setattr("replay.api.session.Pace.scale", 1.0)
+        monkeypatch.setattr("replay.api.session.Pace", Throughput)
+        monkeypatch.setattr("replay.distribution.estimate.expected_seconds", estimates)
         return run_cli(*arguments, "--max-time", str(seconds))
 
     return run
@@ -98,7 +103,7 @@ def test_representative_calls_come_first_and_resume_completes_them(
     def calls() -> list[str]:
         return [json.loads(line)["call"]["name"] for line in rows.read_text().splitlines()]
 
-    code, _, err = run_with_a_clock(9, *arguments)
+    code, _, err = run_with_a_clock(9, 4.0, *arguments)
     assert code == 0
     assert "3 calls × 1 kernel on " in err
     assert ": about 12 s (a guess)" in err
@@ -115,6 +120,18 @@ def test_representative_calls_come_first_and_resume_completes_them(
     assert calls() == [f"model-{index:06d}" for index in range(3) for _ in range(2)]
     after = rows.read_text().splitlines()
     assert [*after[:2], *after[4:]] == before
+
+
+@pytest.mark.usefixtures("without_workers")
+@pytest.mark.parametrize(("seconds", "names"), [(1, ["000000"]), (9, ["000000", "000002"])])
+def test_wrong_estimate_leaves_out_no_call(
+    run_with_a_clock: RunCli, recorded: Path, tmp_path: Path, seconds: int, names: list[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json", str(rows))
+    assert run_with_a_clock(seconds, 1e6, *arguments)[0] == 0
+    found = [json.loads(line)["call"]["name"] for line in rows.read_text().splitlines()]
+    assert found == [f"model-{name}" for name in names]
 
 
 @pytest.mark.parametrize(("option", "is_said"), [((), True), (("--quiet",), False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -58,15 +59,11 @@ def scaled_by(factor: float) -> Callable[..., Tensor]:
     return kernel
 
 
-def in_head(attention: Callable[..., Tensor], head: int) -> Callable[..., Tensor]:
-    """Return a kernel that computes one head in a faulty way."""
-
-    def kernel(query, key, value, **options):
-        output = right(query, key, value, **options)
-        output[:, head] = attention(query, key, value, **options)[:, head]
-        return output
-
-    return kernel
+def in_head_1(query, key, value, **options):
+    """Compute one head in a faulty way."""
+    output = right(query, key, value, **options)
+    output[:, 1] = float16_scores(query, key, value, **options)[:, 1]
+    return output
 
 
 READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
@@ -123,17 +120,14 @@ def bottom_right(query, key, value, *others, **options):
 
 
 def kept_by_shape(query, key, value, *others, **options):
-    if query.shape not in _kept:
-        _kept[query.shape] = right(query, key, value, *others, **options)
-    return _kept[query.shape].clone()
+    return _kept.setdefault(query.shape, right(query, key, value, *others, **options)).clone()
 
 
 def keys_kept_by_address(query, key, value, *others, **options):
     """Pack keys and values only once per address."""
     place = (key.data_ptr(), value.data_ptr(), key.shape)
-    if place not in _kept:
-        _kept[place] = (key.clone(), value.clone())
-    return right(query, *_kept[place], *others, **options)
+    kept = _kept.setdefault(place, (key.clone(), value.clone()))
+    return right(query, *kept, *others, **options)
 
 
 def scale_kept_by_shape(query, key, value, **options):
@@ -153,15 +147,6 @@ def first_memory(query, key, value, *others, **options):
     return right(*captured, *others, **options)
 
 
-def without_options(query, key, value, *others, **options):
-    return right(query, key, value)
-
-
-def heads_modulo(query, key, value, *others, **options):
-    heads = torch.arange(query.shape[1]) % key.shape[1]
-    return right(query, key[:, heads], value[:, heads])
-
-
 def one_row_off(query, key, value, *others, **options):
     output = right(query, key, value, *others, **options)
     output[:, 1, 2] += 1
@@ -176,12 +161,78 @@ def wrong_once(query, key, value, *others, **options):
     return output
 
 
+def racing(seed: int, share: float) -> Callable[..., Tensor]:
+    """Return a kernel with a wrong row in a share of its calls, drawn at random."""
+    draw = random.Random(seed)
+    return lambda *each, **named: (one_row_off if draw.random() < share else right)(*each, **named)
+
+
+racing_by_half = racing(0, 0.5)
+
+
+def reading(read: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    """Return a kernel that computes attention of other tensors."""
+    return lambda query, key, value, **_: right(*read(query, key, value))
+
+
+without_options = reading(lambda *each: each)
+
+
+def wrong_if(is_wrong: Callable[[Tensor, Tensor], Any]) -> Callable[..., Tensor]:
+    """Return a kernel that is wrong for some queries and keys."""
+
+    def kernel(query, key, value, *others, **options):
+        output = right(query, key, value, *others, **options)
+        return output.flip(-1) * 1.1 if is_wrong(query, key) else output
+
+    return kernel
+
+
+def wrong_from(number: int, dim: int) -> Callable[..., Tensor]:
+    """Return a kernel whose sequences, heads, queries or columns from a number on are wrong."""
+
+    def kernel(query, key, value, *others, **options):
+        output = right(query, key, value, *others, **options)
+        output.transpose(0, dim)[number:] *= -1.1
+        return output
+
+    return kernel
+
+
+def read_as_bshd(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(
+        each.reshape(each.shape[0], each.shape[2], each.shape[1], -1).transpose(1, 2)
+        for each in tensors
+    )
+
+
+def swapped(query, key, value, **options):
+    """Take (B, H, S, D) for (B, S, H, D)."""
+    return right(*(each.transpose(1, 2) for each in (query, key, value))).transpose(1, 2)
+
+
+def written_as_bshd(*arguments, **options):
+    output = right(*arguments, **options)
+    return output.transpose(1, 2).reshape(output.shape)
+
+
+def reads_as_dense(name: str) -> Callable[..., Tensor]:
+    """Return a kernel that ignores the strides of one tensor."""
+
+    def kernel(**arguments):
+        tensor = arguments[name]
+        if 0 in tensor.stride():  # the memory beyond the tensor has other numbers
+            dense = tensor * torch.linspace(1, 2, tensor.shape[1])[:, None, None]
+        else:
+            size = tensor.contiguous().stride()
+            dense = tensor.as_strided(tensor.shape, size)
+        return scaled_dot_product_attention(**{**arguments, name: dense})
+
+    return kernel
+
+
 def float8_values(query, key, value, *others, **options):
     return right(query, key, value.to(torch.float8_e4m3fn).to(value.dtype), *others, **options)
-
-
-def raises(query, key, value, *others, **options):
-    raise RuntimeError("no such configuration")
 
 
 def black(query, key, value, *others, **options):

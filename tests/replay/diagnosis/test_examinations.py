@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import attention_replay as ar
 from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
+from replay.diagnosis import examinations, server
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis
 from replay.diagnosis.diagnosis_text import paragraphs
@@ -42,41 +44,73 @@ def written(directory: Path, *calls: AttentionCall) -> list[Workload]:
     return from_directory(directory)[0]
 
 
-@pytest.fixture
-def two_scales(tmp_path: Path) -> list[Workload]:
-    """Two calls of the same shape, with different scales."""
-    return written(
-        tmp_path,
-        *(
-            random_call(scale=scale, with_output=True, origin={"module": f"layers.{index}"})
-            for index, scale in enumerate((0.1, 0.5))
-        ),
-    )
-
-
 @pytest.mark.slow
-def test_crashes_and_leftovers_are_distinguished_from_other_errors(
-    two_scales: list[Workload],
-) -> None:
-    """Each kernel has processes of its own, which take seconds to start."""
-    faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape"]
-    kernels = [CAPTURED, *(find(each) for each in (*faults, "torch-math"))]
-    found = diagnose(two_scales, kernels, settings(), timeout=60)
-    # The kernel stays right on calls with the first scale.
-    assert [
-        (each.kernel.rpartition(":")[2], each.call[-1], each.cause) for each in found.found
-    ] == [
-        ("segfault", "0", "unknown"),
-        ("segfault", "1", "unknown"),
-        ("scale_kept_by_shape", "1", "stale-graph"),
+def test_crash_in_a_process_is_a_finding(tmp_path: Path) -> None:
+    calls = (random_call(with_output=True, origin={"module": f"layers.{at}"}) for at in (0, 1))
+    kernels = [CAPTURED, find(f"{BAD}:segfault"), find("torch-math")]
+    found = diagnose(written(tmp_path, *calls), kernels, settings(), timeout=60)
+    assert [(each.call[-1], each.cause) for each in found.found] == [
+        ("0", "unknown"),
+        ("1", "unknown"),
     ]
-    assert found.examined == 8
-    crash, _, kept = found.found
+    assert found.examined == 6
+    crash = found.found[0]
     assert crash.evidence["status"] == "crash"
     assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
-    assert "right as the first call of a process and wrong after another call" in kept.sentence
-    assert kept.layer == "layers.1"
-    assert kept.instead.startswith("torch-math, which is right on this call")
+    assert crash.instead.startswith("torch-math, which is right on this call")
+
+
+class Here:
+    """Process that runs in this one, and loses its state when it ends."""
+
+    starts = 0
+    kept: dict[Any, Any] | None = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        if self.kept is None:
+            self.kept, Here.starts = {}, Here.starts + 1
+        replies: list[dict[str, Any]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(faulty, "_kept", self.kept)
+            patch.setattr(server, "kernel_named", here)
+            server.handle(request, lambda **reply: replies.append(reply), dict)
+        return replies
+
+    def close(self) -> None:
+        self.kept = None
+
+
+def here(name: str) -> Kernel:
+    """Return a kernel of `faulty`, or one of ours."""
+    return Kernel(name, getattr(faulty, name)) if hasattr(faulty, name) else find(name)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scales", "cause", "processes"),
+    [
+        ("without_options", [0.5] * 4, "wrong-scale", 2),  # another looks for a right kernel
+        ("without_options", [None, *[0.5] * 4, 3.0], "wrong-scale", 3),
+        ("scale_kept_by_shape", [0.1, *[0.5] * 4], "stale-graph", 3),
+        ("racing_by_half", [None] * 6, "unknown", 2),
+    ],
+)
+def test_calls_that_fail_alike_need_one_new_process(
+    kernel: str,
+    scales: list[float | None],
+    cause: str,
+    processes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(examinations, "Process", Here)
+    monkeypatch.setattr(Here, "starts", 0)
+    calls = [random_call(scale=scale, seed=seed) for seed, scale in enumerate(scales)]
+    found = diagnose(written(tmp_path, *calls), [here(kernel)], settings())
+    assert {each.cause for each in found.found} == {cause}
+    assert Here.starts == processes
 
 
 def test_the_command_writes_one_finding_per_kernel_and_call(
@@ -161,6 +195,8 @@ def test_findings_before_control_c_are_shown(
     asked = ("--dir", str(recorded), "--kernels", kernels, "--in-process", "--device", "cpu")
     code, out, err = run_cli("doctor", *asked, "--json", str(earlier))
     assert code == 130
+    first = f"replay doctor: {FAULTY}:scales_query: input-changed: model-000000: "
+    assert [line.startswith(first) for line in err.splitlines()] == [True, False]
     assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
     assert err.splitlines()[-1] == (
         "replay doctor: interrupted: 3 of 6 runs of a kernel on a call were examined, "

@@ -63,7 +63,7 @@ PLAN = ("plan", "--dir", "recorded", "--out", "plan.json")
     [
         ((*E2E, "--in-process"), "unknown option --in-process"),
         ((*E2E, "--call", "x"), "unknown option --call"),
-        ((*E2E, "--text", "none.txt"), "--text requires a language model"),
+        ((*E2E, "--text", "other.json"), "--text requires a language model"),
         ((*E2E, "--plan", "none.json"), "cannot read the plan none.json"),
         ((*E2E, "--plan", "other.json"), "a plan for flux, but recorded contains model.py:build"),
         ((*E2E, "--rows", "none.jsonl"), "there is no file none.jsonl: write one with"),
@@ -115,7 +115,9 @@ def test_unusable_text_is_refused(refused: Refused) -> None:
             row["phase"] = "prefill"
 
     edit(prefills)
-    assert "a model built by a function does not have" in refused(*E2E, "--text", "none.txt")
+    assert "a model built by a function does not have" in refused(
+        *E2E, "--text", "recorded/manifest.json"
+    )
     edit(lambda data: data["captures"][0]["settings"].update(model="."))
     Path("empty.txt").write_text(" \n")
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")

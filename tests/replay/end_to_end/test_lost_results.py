@@ -56,9 +56,10 @@ def models(text: str) -> list[str]:
 
 
 def test_full_disk_loses_neither_another_model_nor_the_report(
-    run_models: Callable[..., tuple[int, str, str]],
+    run_models: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vl_convert")
+    monkeypatch.setattr("replay.cli.files.check_place", lambda path: None)  # it is full later
     code, out, err = run_models("--checks", FULL, "--report", "out.html")
     assert code == 2
     assert f"{FIRST} end to end" in out

@@ -396,9 +396,7 @@ def test_activation_gives_back_what_was_active(implementations: list[str]) -> No
 
 @pytest.mark.usefixtures("flash_attn_4")
 def test_activation_is_tried(
-    unavailable: Unavailable,
-    monkeypatch: pytest.MonkeyPatch,
-    install: Install,
+    unavailable: Unavailable, monkeypatch: pytest.MonkeyPatch, install: Install
 ) -> None:
     """Without a trial, an adapter that does not fit the installed library would only fail later."""
     assert unavailable("torch-fa4", 8, 6) == (

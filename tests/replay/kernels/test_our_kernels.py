@@ -87,9 +87,7 @@ def test_fp8_needs_a_gpu_that_has_it(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 def test_recorded_calls_are_checked_and_never_timed(
-    recorded: Path,
-    run_cli: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    recorded: Path, run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     code, out, err = run_cli(

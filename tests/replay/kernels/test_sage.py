@@ -19,12 +19,7 @@ from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters import sage2
 from replay.kernels.registry import Kernel, catalogue, select
 from tests.replay.kernels.kinds import KINDS, MASKED, REFUSED, VARIANTS, check, verify
-from tests.replay.kernels.stand_ins import (
-    check_readable,
-    flash_attention,
-    parameters,
-    textbook,
-)
+from tests.replay.kernels.stand_ins import check_readable, flash_attention, parameters, textbook
 
 Install = Callable[..., ModuleType]
 Calls = list[dict[str, Any]]

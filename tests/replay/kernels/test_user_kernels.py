@@ -102,12 +102,6 @@ def test_a_file_that_does_not_exist_ends_the_command(run_cli: RunCli, folder: Pa
     assert (code, err) == (2, "replay random: no kernel 'no.py:a': there is no file no.py\n")
 
 
-NOT_AS_SDPA = (
-    "^mine.py: attend must take SDPA's arguments by name, query, key and value first, "
-    "and must not require others$"
-)
-
-
 @pytest.mark.parametrize(
     ("source", "function", "error", "sentence"),
     [
@@ -118,12 +112,7 @@ NOT_AS_SDPA = (
             KernelNameError,
             "^mine.py has no function 'nothing'$",
         ),
-        (
-            "three = int('3')",
-            "three",
-            KernelNameError,
-            "^three in mine.py is not a function$",
-        ),
+        ("three = int('3')", "three", KernelNameError, "^three in mine.py is not a function$"),
         # The name occurs in the source, so only running the file reveals the error.
         (PICKY, "picky", KernelNameError, "'picky': it registers attention by that name"),
         (
@@ -132,8 +121,7 @@ NOT_AS_SDPA = (
             ValueError,
             "'torch-math' is registered already",
         ),
-        ("def attend(q, k, v, **others): ...", "attend", KernelNameError, NOT_AS_SDPA),
-        ("def attend(query, key, value, window): ...", "attend", KernelNameError, NOT_AS_SDPA),
+        ("def attend(query, key, value, window): ...", "attend", ValueError, "requires window"),
     ],
 )
 def test_an_unusable_function_fails_when_it_is_loaded(
@@ -144,18 +132,6 @@ def test_an_unusable_function_fails_when_it_is_loaded(
     assert (kernel.name, kernel.about) == (f"mine.py:{function}", f"your {function}")
     with pytest.raises(error, match=sentence):
         kernel.loaded()
-
-
-def test_a_wrapped_function_is_called_by_its_wrapper_s_arguments(run: Run, folder: Path) -> None:
-    (folder / "mine.py").write_text(
-        "import functools\n"
-        "from torch.nn.functional import scaled_dot_product_attention\n"
-        "def inner(q, k, v, window): ...\n"
-        "@functools.wraps(inner)\n"
-        "def attend(*arguments, **options):\n"
-        "    return scaled_dot_product_attention(*arguments, **options)\n"
-    )
-    assert run("mine.py:attend")["mine.py:attend"]["status"] == "ok"
 
 
 def test_two_files_of_one_name(run: Run, folder: Path) -> None:

@@ -44,21 +44,6 @@ def operators(seen: list[list[str]]) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def test_a_compiled_model_is_one_graph_with_the_kernel_in_it(doubling: str) -> None:
-    seen: list[list[str]] = []
-    model, states = Block().eval(), torch.randn(2, 5, 16)
-    compiled = torch.compile(model, backend=operators(seen), fullgraph=True)
-    with use_kernel(doubling) as swap:
-        eagerly = model(states)
-        assert torch.equal(compiled(states), eagerly)
-        compiled(states)
-    assert swap.hits == 3
-    (calls,) = seen
-    assert any("attend" in call for call in calls)
-    assert not any("scaled_dot_product" in call for call in calls)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_model_compiled_before_takes_the_kernel_and_is_the_same_afterwards(
     doubling: str, backend: str

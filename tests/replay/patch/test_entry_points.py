@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from replay import use_kernel, use_plan
-from tests.capture.hooks.entry_points import test_diffusers as via_diffusers
-from tests.capture.hooks.entry_points import test_libraries as via_libraries
 from tests.capture.hooks.entry_points.test_transformers import (
     TOKENS,
     flash_stand_in,
@@ -22,6 +20,7 @@ from tests.capture.hooks.entry_points.test_transformers import (
     with_flash,
 )
 from tests.factories import normal
+from tests.flash_attn_stand_in import flash_attn_func
 
 from .conftest import plan_of
 
@@ -80,17 +79,6 @@ def test_unsupported_calls_fall_back_with_the_reason(model: str, reason: str) ->
     )
 
 
-def test_the_output_is_the_kernels(doubling: str, eightfold: str) -> None:
-    built = MODELS["Llama eager"]()
-    expected = logits(built)
-    with use_kernel(eightfold) as swap:
-        assert not torch.allclose(logits(built), expected, atol=1e-3)
-    assert swap.hits == 2
-    with use_kernel(doubling) as swap:  # takes no mask
-        assert torch.equal(logits(built), expected)
-    assert swap.fallbacks == {"no mask": 2}
-
-
 @pytest.mark.parametrize("by", ["argument", "config"])
 def test_attention_weights_are_the_models_own(by: str) -> None:
     model = MODELS["Llama eager"]()
@@ -138,60 +126,16 @@ def test_plan_applies_to_any_entry_point() -> None:
     )
 
 
-@pytest.fixture
-def _sage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace diffusers' `sage`, which needs a GPU, by plain PyTorch."""
-    backend = via_diffusers.attention_dispatch.AttentionBackendName.SAGE
-    registry = via_diffusers.attention_dispatch._AttentionBackendRegistry
-    monkeypatch.setitem(registry._backends, backend, via_diffusers.mine)
-
-
-@pytest.mark.usefixtures("_sage")
-def test_kernel_replaces_each_of_diffusers_backends(eightfold: str) -> None:
-    denoiser = via_diffusers.model()
-    blocks = denoiser.transformer_blocks[0], denoiser.single_transformer_blocks[0]
-    for block, backend in zip(blocks, ("sage", "flex"), strict=True):
-        block.attn.processor._attention_backend = backend
-    with torch.no_grad():
-        expected = via_diffusers.step(denoiser)
-        with use_kernel("torch-math") as swap:
-            assert torch.allclose(via_diffusers.step(denoiser), expected, atol=1e-5)
-        assert {name: tally.hits for name, tally in swap.entry_points.items()} == {"diffusers": 2}
-        with use_kernel(eightfold):
-            assert not torch.allclose(via_diffusers.step(denoiser), expected, atol=1e-3)
-        assert torch.equal(via_diffusers.step(denoiser), expected)
-
-
-def lse_too(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool = False) -> Any:
-    output = via_libraries.flash_attn_func(q, k, v)
-    return (output, torch.zeros(1)) if return_attn_probs else output
-
-
-@pytest.fixture
-def _flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the library flash-attn, which needs a GPU."""
-    library = ModuleType("flash_attn.flash_attn_interface")
-    vars(library)["flash_attn_func"] = lse_too
-    monkeypatch.setitem(sys.modules, library.__name__, library)
-
-
-@pytest.mark.usefixtures("_flash_attn")
-def test_log_sum_exp_comes_from_the_library() -> None:
-    q, k = normal(2, 5, 4, 8), normal(2, 9, 2, 8, seed=1)
-    with use_kernel("torch-math") as swap:
-        output = lse_too(q, k, k)
-        own, _ = lse_too(q, k, k, return_attn_probs=True)
-    assert torch.allclose(output, own, atol=1e-5)
-    assert (swap.hits, swap.fallbacks) == (1, {"the model asks for the log-sum-exp": 1})
-
-
-@pytest.mark.usefixtures("_flash_attn")
-def test_function_in_a_compiled_graph_is_not_replaced() -> None:
+def test_function_in_a_compiled_graph_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point cannot be traced, so it must not break the graph."""
+    library = ModuleType("flash_attn.flash_attn_interface")
+    vars(library)["flash_attn_func"] = flash_attn_func
+    monkeypatch.setitem(sys.modules, library.__name__, library)
     tensor = normal(1, 5, 2, 8)
-    compiled = torch.compile(lambda each: lse_too(each, each, each), fullgraph=True)
-    with use_kernel("torch-math") as swap:
+    compiled = torch.compile(lambda each: flash_attn_func(each, each, each), fullgraph=True)
+    unused = pytest.warns(UserWarning, match=r"1 × flash_attn_func in a compiled graph")
+    with unused, use_kernel("torch-math") as swap:
         inside = compiled(tensor)
-    assert swap.in_graphs == {"lse_too": 1}
-    assert str(swap) == "torch-math: 0 calls\nin compiled graphs, not answered: 1 × lse_too"
-    assert torch.allclose(inside, lse_too(tensor, tensor, tensor), atol=1e-5)
+    assert swap.in_graphs == {"flash_attn_func": 1}
+    assert str(swap) == "torch-math: 0 calls\nin compiled graphs, not answered: 1 × flash_attn_func"
+    assert torch.allclose(inside, flash_attn_func(tensor, tensor, tensor), atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,75 @@ def test_hits_and_fallbacks_are_counted(doubling: str) -> None:
     assert (swap.hits, swap.fallbacks) == (2, {"no mask": 1})
     assert str(swap) == "doubling: 2 calls, 1 fell back (1 × no mask)"
     assert torch.equal(model(query), plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_calls_of_the_given_module_are_handled(compiled: bool, doubling: str) -> None:
+    """The inner module is called as by a method of the outer one other than `forward`."""
+    query, one = torch.randn(1, 2, 5, 8), nn.Sequential(nn.Sequential(Attend()))
+    models = [one[0], Attend()]
+    inside, outside = (
+        torch.compile(each, backend="eager") if compiled else each for each in models
+    )
+    plain = inside(query)
+    for watched in (one, {"a": one}, torch.compile(one, backend="eager")):
+        outputs: list[Tensor] = []
+        with use_kernel(doubling, watched) as swap:
+            outputs += [inside(query), outside(query)]
+            in_thread(lambda outputs=outputs: outputs.append(inside(query)))
+        assert torch.equal(torch.stack(outputs), torch.stack([2 * plain, plain, 2 * plain]))
+        assert (swap.hits, swap.fallbacks) == (2, {"not in the module": 1})
+        assert torch.equal(inside(query), plain)
+        assert not any("forward" in vars(module) for module in one.modules())
+
+
+def in_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("every_thread", [False, True])
+def test_other_threads_are_left_alone(every_thread: bool, compiled: bool, doubling: str) -> None:
+    query, outputs = torch.randn(1, 2, 5, 8), list[Tensor]()
+    model = torch.compile(Attend(), backend="eager") if compiled else Attend()
+    plain = model(query)
+    with use_kernel(doubling, every_thread=every_thread) as swap:
+        outputs.append(model(query))
+        in_thread(lambda: outputs.append(model(query)))
+    assert torch.equal(torch.stack(outputs), torch.stack([2 * plain, (1 + every_thread) * plain]))
+    assert swap.hits == 1 + every_thread
+    assert swap.fallbacks == ({} if every_thread else {"in another thread": 1})
+
+
+def test_block_without_a_handled_call_warns(doubling: str) -> None:
+    query, mask = torch.randn(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool)
+    exported = torch.export.export(Attend(), (query,)).module()
+    unseen = pytest.warns(UserWarning, match="doubling handled no call: no attention .* exported")
+    with unseen, use_kernel(doubling):
+        exported(query)
+    refused = pytest.warns(UserWarning, match="doubling handled no call: 1 × no mask$")
+    with refused as told, use_kernel(doubling):
+        Attend()(query, mask)
+    assert told[0].filename == __file__
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(ZeroDivisionError),
+        use_kernel(doubling),
+    ):
+        raise ZeroDivisionError
+
+
+def test_program_exported_with_a_kernel_handles_its_calls_only_with_one(doubling: str) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    plain = Attend()(query)
+    with pytest.warns(UserWarning, match="no attention call"), use_kernel(doubling):
+        exported = torch.export.export(Attend(), (query,)).module()
+    assert torch.equal(exported(query), plain)
+    with use_kernel(doubling) as swap:
+        assert torch.equal(exported(query), 2 * plain)
+    assert swap.hits == 1
 
 
 def test_a_training_step_keeps_its_own_attention(doubling: str) -> None:

@@ -13,8 +13,8 @@ from replay import register_kernel
 
 
 @register_kernel("planted-head", default=False)
-def head(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    output = scaled_dot_product_attention(query, key, value, *others, **options)
+def head(q: Tensor, k: Tensor, v: Tensor, /, sm_scale: float, enable_gqa: bool) -> Tensor:
+    output = scaled_dot_product_attention(q, k, v, scale=sm_scale, enable_gqa=enable_gqa)
     output[:, 1] *= WRONG_FACTOR
     return output
 

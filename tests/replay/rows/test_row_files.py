@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -12,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from attention_replay.errors import Error
+from replay.api.compare_rows import compare
+from replay.report.comparison.markdown import to_markdown
+from replay.report.comparison.sections import sections
 from replay.rows.row_files import (
     OtherSchema,
     RowsError,
@@ -39,21 +44,25 @@ def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from parts(part, (*at, name))
 
 
-def test_invalid_value_is_refused() -> None:
+def test_invalid_value_is_refused_and_others_are_compared() -> None:
     data = row_to_json(full_row())
     assert row_to_json(row_from_json(data)) == data
     for path in parts(data):
         original = functools.reduce(getitem, path, data)
-        for value in ("text", True, 7, [[]], {"a": 1}, 10**400):
+        values: list[Any] = ["text", True, 7, [[]], {"a": 1}, 10**400, -1.0, 5e-324, 1e308]
+        for value in values:
             changed = copy.deepcopy(data)
             functools.reduce(getitem, path[:-1], changed)[path[-1]] = value
-            is_number = value == 7 and isinstance(original, float)
+            is_number = isinstance(value, int | float) and isinstance(original, float)
             try:
-                row_from_json(changed)
+                row = row_from_json(changed)
             except (OtherSchema, ValueError, KeyError, TypeError, AttributeError):
                 continue
             assert value != 10**400
             assert type(value) is type(original) or is_number, (path, value)
+            for before, after in ((full_row(), row), (row, full_row())):
+                with contextlib.suppress(Error):
+                    to_markdown([sections(compare([before], [after]))])
 
 
 def test_verdict_of_earlier_versions_is_read() -> None:

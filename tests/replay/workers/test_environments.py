@@ -190,6 +190,7 @@ def test_interpreters_are_read_from_options_and_a_file(
         ([], "environments = 3", r"needs \[environments\] with lines"),
         ([], "[environments]\nfa4 = 3", r"needs \[environments\] with lines"),
         ([], "not TOML", r"kernels.toml is not TOML: "),
+        ([], "a = " + "[" * 3000, r"kernels.toml is not TOML: nested too deeply"),
         ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): name a TOML file"),
     ],
 )

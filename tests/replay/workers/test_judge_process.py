@@ -26,12 +26,12 @@ from replay.rows.row import Row
 from replay.workers import judge_worker
 from replay.workers.environments import Environment
 from replay.workers.judge_process import CallEvidence, JudgeProcess
+from replay.workers.messages import line_of
 from replay.workers.process import First, Placement, Process, first_processes
 from replay.workers.remote_judge import RemoteJudge
 from replay.workers.shared_file import SharedFile
 from replay.workers.shared_memory import Outbox
 from replay.workers.shared_rounds import replay_in_workers
-from replay.workers.worker import line_of
 from replay.workloads.random_calls import Spec
 from replay.workloads.sources import Source
 from replay.workloads.workload import random_workload as synthetic_workload

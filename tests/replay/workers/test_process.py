@@ -38,7 +38,8 @@ SCRIPTS = {
     "talks-nonsense": "say(ready=True); receive(); os.write(replies, b'nonsense\\n'); rest()",
     "dies-idle": "say(ready=True); receive(); say(at='a'); say(done=True); os._exit(4)",
     "slow-and-partial": (
-        "say(ready=True); receive(); line = b'{\"at\": \"' + 'é'.encode() * 10**6 + b'\"}\\n'\n"
+        "say(ready=True); receive()\n"
+        "line = (token + '{\"at\": \"' + 'é' * 10**6 + '\"}\\n').encode()\n"
         "while line: line = line[os.write(replies, line[:70_001]):]\n"
         "say(done=True); rest()"
     ),
@@ -64,8 +65,11 @@ PRELUDE = """
 import json, os, signal, sys, time
 os.chdir(os.path.dirname(__file__))
 requests, replies = int(sys.argv[-3]), int(sys.argv[-2])
-def say(**message): os.write(replies, json.dumps(message).encode() + b"\\n")
-def receive(): os.read(requests, 65536)
+token = ""
+def say(**message): os.write(replies, f"{token}{json.dumps(message)}\\n".encode())
+def receive():
+    global token
+    token = json.loads(os.read(requests, 65536).splitlines()[0]).get("token", token)
 def rest(): time.sleep(3600)
 def begin(): say(ready=True); receive(); say(at="a")
 """

@@ -281,7 +281,12 @@ def test_only_rounds_with_a_users_kernel_are_not_isolated(
 
 @pytest.mark.parametrize(
     "forged",
-    [[{"taken": True, "enough": False}], [{"rounds": 1}, {"rounds": 9}], [{"rounds": True}]],
+    [
+        [{"taken": True, "enough": False}],
+        [{"rounds": 1}, {"rounds": 9}],
+        [sent("torch-default")],
+        [{"row": {"kernel": 5}}],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("where", ["before", "at the end"])
@@ -298,9 +303,9 @@ def test_worker_with_forged_turns_loses_its_rows_only(
 
 
 def test_row_belongs_to_the_worker_that_sent_it(replay: Replay) -> None:
-    """A user's code can write any row, but not one of another kernel, process or round."""
+    """A user's code can write any row of its kernel, but not one of another process or round."""
     forged = sent("mine", process="", environment="that", rounds="9")
-    own = worker_of_mine(rounds(0, sent("torch-default", reason="forged"), forged))
+    own = worker_of_mine(rounds(0, forged))
     rows = replay([mine()], Scripted(rounds(0, BASELINE)), own)
     assert [(row.kernel, row.reason) for row in rows] == [("mine", ""), ("torch-default", "")]
     assert (rows[0].process, rows[0].environment, rows[0].rounds) == ("mine.py", "this", "1")

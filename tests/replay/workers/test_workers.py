@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
 EXITS = """
 print("the last words of an import")
 __import__("os")._exit(3)
-def exits_when_imported(): ...
+def exits_when_imported(query, key, value): ...
 """
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from replay.cli import shared_options as arguments
 from replay.workloads.distributions import DISTRIBUTIONS
-from replay.workloads.random_calls import SUITES, Spec
+from replay.workloads.random_calls import Spec
 from replay.workloads.random_masks import MASKS
 
 SPEC = Spec(2, 4, 2, 64, 512, 64, 32, dtype=torch.float32)
@@ -30,7 +30,6 @@ def weights(name: str, **changes: object) -> tuple[Tensor, Tensor]:
 def test_command_offers_every_distribution() -> None:
     assert tuple(DISTRIBUTIONS) == arguments.DISTRIBUTIONS
     assert {*MASKS, "causal"} == set(arguments.MASKS)
-    assert set(SUITES) == set(arguments.SUITES)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

@@ -7,7 +7,8 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite
+from replay.workloads.call_sizes import SUITES, ShapeError
+from replay.workloads.random_calls import Spec, suite
 from replay.workloads.workload import random_workloads
 
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ def test_seed_reproduces_and_every_call_differs() -> None:
         ({"kv_len": -3}, "-sk must be at least 1, not -3"),
         ({"v_head_dim": 0}, "-dv must be at least 1, not 0"),
         ({"q_heads": 6, "kv_heads": 4}, "-hq 6 is not a multiple of -hk 4"),
+        ({"kv_len": 10**18}, "too large for any machine"),
     ],
 )
 def test_impossible_sizes_are_refused(changed: dict[str, int], sentence: str) -> None:

@@ -226,14 +226,3 @@ def test_functions_are_restored(comfyui: Any, tmp_path: Path) -> None:
     assert comfyui.attention_sub_quad is function
     assert {each: each.__code__ for each in before} == before
     assert not [name for name in vars(comfyui) if "attention_replay" in name]
-
-
-@pytest.mark.parametrize(("name", "hits"), [("attention_pytorch", 1), ("attention_split", 0)])
-def test_in_a_compiled_graph_only_sdpa_is_answered(name: str, hits: int, comfyui: Any) -> None:
-    layer = Layer(getattr(comfyui, name))
-    compiled = torch.compile(layer, backend="eager", fullgraph=name == "attention_pytorch")
-    with use_kernel("torch-math") as swap:
-        output = compiled(*tensors(merged), 3)
-    assert swap.hits == hits
-    assert torch.allclose(output, layer(*tensors(merged), 3), atol=1e-5)
-    torch.compiler.reset()

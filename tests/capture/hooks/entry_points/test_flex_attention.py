@@ -68,7 +68,7 @@ def test_score_mod_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_mask_that_cannot_be_written_out_leaves_the_model_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> Tensor:
+    def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("out of memory")
 
     query = normal(1, 2, 9, 16)
@@ -77,5 +77,9 @@ def test_mask_that_cannot_be_written_out_leaves_the_model_alone(
     layer = Layer()
     with torch.no_grad():
         expected = layer(query, {"block_mask": block_mask})
-        with record(layer, tmp_path / "calls"):
+        with record(layer, tmp_path / "calls") as recording:
             assert torch.equal(layer(query, {"block_mask": block_mask}), expected)
+    (signature,) = recording.census.to_json()["signatures"]
+    assert signature["refusal"] == (
+        "arguments of flex_attention could not be read: RuntimeError: out of memory"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import itertools
 import sys
 import types
 from pathlib import Path
@@ -11,19 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
 from replay import use_kernel
 from replay.accuracy.reference import attention
+from tests import flash_attn_stand_in
 from tests.factories import normal
 from tests.flash_attn_stand_in import (
-    attend,
     flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     flash_mla_with_kvcache,
-    in_one_piece,
 )
 
 
@@ -35,8 +38,9 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )
     for module in (package, interface):
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
-            setattr(module, function.__name__, function)
+        for name, function in vars(flash_attn_stand_in).items():
+            if name.startswith("flash_attn"):
+                setattr(module, name, function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return package
 
@@ -106,6 +110,34 @@ def test_packed_sequences_are_recorded(tmp_path: Path) -> None:
     call = recorded(layer, tmp_path / "calls", *tensors, q_starts, k_starts, 3, 5)  # type: ignore[arg-type]
     assert call.shape == (1, 4, 2, 5, 9, 8, 8)
     assert (call.variant.max_seqlen_q, call.variant.max_seqlen_k) == (3, 5)
+
+
+STARTS = torch.tensor([0, 4, 9]).int()
+QUERY, QKV, KV = normal(9, 4, 8), normal(9, 3, 4, 8), normal(9, 2, 2, 8, seed=1)
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize(
+    ("function", "tensors", "options", "kv_heads"),
+    [
+        (flash_attn_qkvpacked_func, (QKV[None],), {}, 4),
+        (flash_attn_qkvpacked_func, (normal(1, 9, 8, 8),), {"num_heads_q": 4}, 2),
+        (flash_attn_kvpacked_func, (QUERY[None], KV[None]), {}, 2),
+        (flash_attn_varlen_qkvpacked_func, (QKV, STARTS, 5), {}, 4),
+        (flash_attn_varlen_kvpacked_func, (QUERY, KV, STARTS, STARTS, 5, 5), {}, 2),
+    ],
+)
+def test_packed_tensors_are_recorded_apart(
+    function: Any, tensors: Any, options: dict[str, Any], kv_heads: int, tmp_path: Path
+) -> None:
+    call = recorded(Layer(function, causal=True, **options), tmp_path / "calls", *tensors)
+    assert call.shape == (1, 4, kv_heads, 9, 9, 8, 8)
+    assert call.origin.entry_point == f"flash_attn.{function.__name__}"
+    if "varlen" in function.__name__:
+        assert call.cu_seqlens_q is not None
+        assert call.cu_seqlens_k is not None
+        assert call.cu_seqlens_q.tolist() == call.cu_seqlens_k.tolist() == [0, 4, 9]
+        assert (call.variant.max_seqlen_q, call.variant.max_seqlen_k) == (5, 5)
 
 
 @pytest.mark.usefixtures("flash_attn")
@@ -233,8 +265,8 @@ def test_missing_page_does_not_reach_the_model(tmp_path: Path) -> None:
     with record(layer, tmp_path / "calls") as recording:
         assert torch.equal(layer(query, key, value), expected)
     assert recording.problems[0] == (
-        "an attention call could not be recorded: ValueError: the page table names pages -9 to 38 "
-        "of 40"
+        "Layer, step 0: the model calls attention with invalid arguments: page_table names pages "
+        "-9 to 38 of 40"
     )
     assert (recording.seen, recording.kept) == (1, 0)
 
@@ -339,14 +371,13 @@ def test_vllms_flash_attn_writes_to_the_given_memory(
         fa_version: int = 2,
     ) -> Tensor:
         assert seqused_k is not None
-        assert block_table is not None
         assert out is not None
-        rest = (softmax_scale, causal, window_size or (-1, -1), 0.0)
-        for n, (first, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
-            where = (block_table[n : n + 1], seqused_k[n : n + 1])
-            key, value = (in_one_piece(each, *where) for each in (k, v))
-            out[first:end] = attend(q[first:end], key, value, *rest)
-        return out
+        starts = F.pad(seqused_k.cumsum(0), (1, 0))
+        rest = (0.0, softmax_scale, causal, window_size or (-1, -1))
+        packed = (q, k, v, cu_seqlens_q, starts, max_seqlen_q, max_seqlen_k)
+        return out.copy_(
+            flash_attn_stand_in.flash_attn_varlen_func(*packed, *rest, block_table=block_table)
+        )
 
     name = "vllm.vllm_flash_attn.flash_attn_interface"
     module = types.ModuleType(name)

@@ -131,21 +131,13 @@ def flash_stand_in(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute what flash-attn does: bottom-right causal, a window of W keys, capped scores."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-    scores = query @ key.mT * scaling
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    q_len, kv_len = scores.shape[-2:]
-    distance = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)
-    seen = distance >= 0
-    if sliding_window is not None:
-        seen &= distance < sliding_window
-    if (starts := others.get("cu_seq_lens_q")) is not None:
-        sequence = torch.searchsorted(starts[1:].contiguous(), torch.arange(q_len), right=True)
-        seen &= sequence[:, None] == sequence
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    tensors = [each.transpose(1, 2) for each in (query, key, value)]
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    options = (dropout, scaling, True, window, softcap or 0.0)
+    if (starts := others.get("cu_seq_lens_q")) is None:
+        return flash_attn_func(*tensors, *options), None
+    packed = [each[0] for each in tensors]
+    return flash_attn_varlen_func(*packed, starts, starts, 0, 0, *options)[None], None
 
 
 @pytest.fixture
@@ -259,11 +251,9 @@ def test_implementation_that_a_program_registered(tmp_path: Path) -> None:
         **others: Any,
     ) -> tuple[Tensor, None]:
         scores = query @ key.repeat_interleave(2, 1).mT * scaling
-        if attention_mask is not None:
-            scores = scores.masked_fill(~attention_mask, -torch.inf)
-        else:
-            scores = scores.masked_fill(~torch.ones(12, 12).tril().bool(), -torch.inf)
-        return (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2), None
+        seen = torch.ones(12, 12).tril().bool() if attention_mask is None else attention_mask
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), None
 
     AttentionInterface.register("mine", mine)
     AttentionMaskInterface.register(

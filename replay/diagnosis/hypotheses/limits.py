@@ -1,0 +1,138 @@
+"""Numbers of keys, queries, heads or sequences beyond which a kernel is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from capture.call.strides import picked
+from replay.diagnosis.derived import can_be_gathered, gathered
+from replay.diagnosis.subject import MOST_ROWS, Evidence, Score, Subject
+
+FEWEST_KEYS = 8
+"""Least limit on keys, because any weights of few keys are nearly right."""
+
+Resized = Callable[[int, bool], "Score | None"]
+"""Function that runs the call with a number of keys, queries …, and scores its last rows.
+
+The flag chooses other entries, which shows that the number is the cause and not an entry.
+"""
+
+
+def too_large(subject: Subject) -> Evidence | None:
+    """Search for the number of sequences, heads, queries or keys at which the error begins."""
+    call, shape = subject.call, subject.call.shape
+    if not can_be_gathered(call) or call.value_is_in_key:
+        return None
+    sizes: dict[str, tuple[int, Resized]] = {
+        "sequences": (shape.batch, partial(_with_sequences, subject)),
+        "key heads": (shape.kv_heads, partial(_with_heads, subject)),
+        "queries": (shape.q_len, partial(_with_queries, subject)),
+        "keys": (shape.kv_len, partial(_with_keys, subject)),
+    }
+    for name, (size, resized) in sizes.items():
+        limit = _limit(subject, size, FEWEST_KEYS if name == "keys" else 1, resized)
+        if limit is None:
+            continue
+        one = name.removesuffix("s") if limit == 1 else name
+        return Evidence(
+            "too-large",
+            f"it is wrong from {limit + 1:,} {name} on, and right with {limit:,} {one}",
+            {"of": name, "limit": limit, "given": size, "error": subject.own.error},
+        )
+    return None
+
+
+def _limit(subject: Subject, size: int, least: int, resized: Resized) -> int | None:
+    """Return the largest number that is right; None if the number is not the cause."""
+
+    def is_wrong(number: int, others: bool = False) -> bool:
+        score = resized(number, others)
+        return score is not None and not score.passes
+
+    def is_right(number: int) -> bool:
+        score = resized(number, False)
+        return score is not None and score.passes
+
+    right = size // 2
+    while right >= least and not is_right(right):
+        right //= 2
+    if right < least or not is_wrong(size) or not is_wrong(size + max(1, size // 4)):
+        return None
+    wrong = size
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        right, wrong = (middle, wrong) if is_right(middle) else (right, middle)
+    for others in (False, True):
+        before = resized(wrong, others)
+        if before is None or before.passes:
+            return None
+        small, large = partial(resized, right, others), partial(resized, wrong, others)
+        if not subject.cured_by(small, large, before):
+            return None
+    return right
+
+
+def _indices(length: int, number: int, others: bool, device: torch.device) -> Tensor:
+    """Return the last `number` indices, or the first; they are repeated if there are too few."""
+    index = torch.arange(number, device=device)
+    return index % length if others else (index - number) % length
+
+
+def _with_keys(subject: Subject, number: int, others: bool) -> Score | None:
+    call = subject.call
+    keys = _indices(call.shape.kv_len, number, others, call.device)
+    return subject.tried(gathered(call, keys=keys))
+
+
+def _with_queries(subject: Subject, number: int, others: bool) -> Score | None:
+    call = subject.call
+    queries = _indices(call.shape.q_len, number, others, call.device)
+    first = max(0, number - MOST_ROWS // 2)
+    last = torch.arange(first, number, device=call.device)
+    score = subject.tried(gathered(call, queries=queries), subject.place._replace(queries=last))
+    return None if score is None else Score(score.passes, score.worst)
+
+
+def _with_sequences(subject: Subject, number: int, others: bool) -> Score | None:
+    """Run the call with the wrong sequence as the last of a number of sequences."""
+    place = subject.place
+    index = _before(subject.call.shape.batch, place.batch, number, others, subject.call.device)
+    call = _chosen(subject, {"query": index, "key": index, "value": index}, 0)
+    return subject.tried(call, place._replace(batch=number - 1))
+
+
+def _with_heads(subject: Subject, number: int, others: bool) -> Score | None:
+    """Run the call with the wrong head in the last of a number of groups."""
+    place, shape, device = subject.place, subject.call.shape, subject.call.device
+    group = shape.q_heads // shape.kv_heads
+    index = _before(shape.kv_heads, place.head // group, number, others, device)
+    queries = (index[:, None] * group + torch.arange(group, device=device)).flatten()
+    call = _chosen(subject, {"query": queries, "key": index, "value": index}, 1)
+    return subject.tried(call, place._replace(head=(number - 1) * group + place.head % group))
+
+
+def _before(length: int, own: int, number: int, others: bool, device: torch.device) -> Tensor:
+    """Return `number` indices that end with `own`; the rest are repeated if there are too few."""
+    rest = [index for index in range(length) if index != own] or [own]
+    if others:
+        rest.reverse()
+    found = [rest[at % len(rest)] for at in range(number - 1)]
+    return torch.tensor([*found, own], device=device)
+
+
+def _chosen(subject: Subject, indices: dict[str, Tensor], dim: int) -> AttentionCall:
+    """Return the call with some sequences (dim 0) or heads (dim 1)."""
+    call = subject.call
+    found = {name: picked(getattr(call, name), dim, index) for name, index in indices.items()}
+    mask = call.attn_mask
+    if mask is not None and (at := dim + mask.ndim - 4) >= 0 and mask.shape[at] > 1:
+        found["attn_mask"] = picked(mask, at, indices["query"])
+    if call.sinks is not None and dim == 1:
+        found["sinks"] = call.sinks[indices["query"]]
+    return replace(call.with_tensors(found), output=None)
