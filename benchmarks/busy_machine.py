@@ -7,8 +7,8 @@ Every call is replayed with PyTorch's kernel in one worker process, and in anoth
 kernel as a user's function, and with a function that calls it twice. No row may be an error, the
 first two must not be told apart, and the third must be found to be 1.8 to 2.2 times as slow, or be
 inconclusive. Workers are started anew after ten calls, because two processes differ from each
-other. The result replaces the line of this machine with as many threads and loops in
-`benchmarks/results/busy_machine.csv`.
+other. The result replaces the line of this machine and torch with as many threads and loops in
+`benchmarks/results/busy_machine.csv`. With loops, ten calls take about two minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPEC = Spec(1, 4, 4, 256, 256, 64, 64, dtype=torch.float32)
 CALLS_OF_PROCESS = 10
 CPU = torch.device("cpu")
 FOUND = (1.8, 2.2)
-KEYS = ("device", "threads", "loops")
+KEYS = ("device", "threads", "loops", "machine.torch")
 COLUMNS = (
     *KEYS,
     "calls",
@@ -49,7 +49,6 @@ COLUMNS = (
     "median_ratio",
     "processor_share",
     "machine.python",
-    "machine.torch",
 )
 
 
@@ -72,10 +71,10 @@ def main() -> None:
         "device": machine.device,
         "threads": arguments.threads,
         "loops": len(loops),
+        "machine.torch": machine.torch,
         "calls": arguments.calls,
         **summary(rows),
         "machine.python": machine.python,
-        "machine.torch": machine.torch,
     }
     print("\n".join(f"{name}: {value}" for name, value in line.items()))
     path = results.DIRECTORY / "busy_machine.csv"

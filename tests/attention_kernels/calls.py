@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,20 +82,36 @@ def masked_call(mask: Tensor, head_dim: int = 64, **fields: Any) -> AttentionCal
     return call_of(q_len, mask.shape[-1], head_dim, **{"batch": batch, "attn_mask": mask, **fields})
 
 
-def verify(name: str, call: AttentionCall, *, is_prepared: bool | None = None) -> None:
+def verify(
+    name: str,
+    call: AttentionCall,
+    *,
+    is_prepared: bool | None = None,
+    batches: Sequence[int] | None = None,
+) -> None:
     """Judge the output of a kernel's drop-in (`is_prepared=False`), of its core (`True`), or of
-    both (None), as the replay does."""
+    both (None), as the replay does. `batches` are the batch elements to judge, by default all."""
     kernel = find(name)
     assert kernel.refuses(call) is None
-    expected = Expected.of(call if kernel.chosen is None else restricted(call, kernel.chosen(call)))
     outputs = [] if is_prepared else [kernel.attention(**call.arguments())]
     if is_prepared is not False and kernel.prepare is not None:
         outputs.append(kernel.prepare(call)())
     assert outputs
+    if batches is not None:
+        call, outputs = _batch_elements(call, batches), [output[batches] for output in outputs]
+    expected = Expected.of(call if kernel.chosen is None else restricted(call, kernel.chosen(call)))
     for output in outputs:
         by: AccuracyClass = "exact" if kernel.accuracy_class == "sparse" else kernel.accuracy_class
         verdict = judge(output, expected, by)
         assert verdict.passed, f"{call.variant}: {verdict.sentence}"
+
+
+def _batch_elements(call: AttentionCall, batches: Sequence[int]) -> AttentionCall:
+    names = ("query", "key", "value", "attn_mask", "seqused_k")
+    tensors = {name: getattr(call, name) for name in names}
+    return replace(
+        call, **{name: each[batches] for name, each in tensors.items() if each is not None}
+    )
 
 
 def assert_right(

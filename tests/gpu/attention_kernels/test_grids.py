@@ -17,4 +17,5 @@ def test_many_heads(name: str, batch: int, heads: int) -> None:
     supported = [call for call in many_heads(batch, heads) if kernel.refuses(call) is None]
     assert supported
     for call in supported:
-        verify(name, call)
+        # The reference computes a batch element at a time.
+        verify(name, call, batches=[0, batch // 2, batch - 1])
