@@ -1,14 +1,12 @@
-"""Measures what recording costs the running model.
+"""Measures what recording costs a model whose calls are not kept, and tiny calls that are.
 
     python -m benchmarks.capture_overhead                                 a small model on the CPU
     python -m benchmarks.capture_overhead --model cogvideo --size full --weights random --steps 4
     python -m benchmarks.capture_overhead --without-model             tiny calls on the CPU alone
 
-Runs one model five ways, in shuffled rounds: plain; hooked, with one call kept in the first step
-and none afterwards; with the hardest call kept, for which each call's difficulty is measured; with
-`--max` calls kept, spread over the run; and with the same number kept in the first step. Every
-ratio is taken within a round. The calls kept in the first step are compared with a plain write of
-as many bytes to the same directory and, on a GPU, with a copy to pinned memory.
+Runs one model three ways, in shuffled rounds: plain; hooked, with one call kept in the first step
+and none afterwards; and with the hardest call kept, for which each call's difficulty is measured.
+Every ratio is taken within a round. `benchmarks.recording_cost` measures the calls that are kept.
 
 Also measures tiny calls on the CPU: the cost of a call that is not kept, and of each of 1,000 and
 10,000 kept calls. Writes `benchmarks/results/capture_overhead.csv`, one line per figure.
@@ -17,7 +15,6 @@ Also measures tiny calls on the CPU: the cost of a call that is not kept, and of
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import tempfile
@@ -54,24 +51,6 @@ COLUMNS = (
 
 
 @dataclass
-class Run:
-    """One run of the model: its seconds and kept calls."""
-
-    steps: list[float]
-    until_returned: float
-    flush: float = 0.0
-    """Seconds from the model's return until everything is on disk."""
-    allocation: float = 0.0
-    """Seconds of `until_returned` that allocating and pinning host memory took."""
-    waited: float = 0.0
-    """Seconds of `until_returned` that waiting for free host memory took."""
-    written: int = 0
-    """Bytes of all files, including files that were deleted later."""
-    nbytes: int = 0
-    kept: int = 0
-
-
-@dataclass
 class Figures:
     """Lines of the result file."""
 
@@ -104,7 +83,6 @@ def main() -> None:
         "--steps", type=int, default=4, help="steps of the model, at least 2 (default 4)"
     )
     parser.add_argument("--device")
-    parser.add_argument("--max", type=int, default=10, help="calls to keep (default 10)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--directory", type=Path, help="directory to record to (default: temporary)"
@@ -131,7 +109,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         if runnable is not None:
-            of_model(runnable, device, Path(scratch), arguments.max, arguments.rounds, figures)
+            of_model(runnable, device, Path(scratch), arguments.rounds, figures)
         not_kept(Path(scratch), figures)
         for count in map(int, arguments.small_calls.split(",")):
             small_calls(Path(scratch), count, figures)
@@ -139,131 +117,42 @@ def main() -> None:
 
 
 def of_model(
-    runnable: models.Runnable,
-    device: torch.device,
-    scratch: Path,
-    wanted: int,
-    rounds: int,
-    figures: Figures,
+    runnable: models.Runnable, device: torch.device, scratch: Path, rounds: int, figures: Figures
 ) -> None:
-    """Measure the model in the five ways that the module's docstring lists."""
+    """Measure the model in the three ways that the module's docstring lists."""
     clock = Clock(runnable.roots, device)
 
-    def plain() -> Run:
+    def plain() -> float:
+        """Return the median seconds of the steps after the first."""
         with clock.running() as times:
             runnable.run()
-        return Run(max(times.forwards.values(), key=len), times.run)
+        return statistics.median(max(times.forwards.values(), key=len)[1:])
 
-    def recorded(limit: int, sample: str) -> Callable[[], Run]:
-        def run() -> Run:
-            with tempfile.TemporaryDirectory(dir=scratch) as out:
-                with record(runnable.roots, out, max=limit, sample=sample) as recording:
-                    found = plain()
-                    start = time.perf_counter()
-                found.flush = time.perf_counter() - start
-                found.nbytes, found.kept = recording.counts.nbytes, recording.kept
-                found.allocation = recording.counts.allocation_seconds
-                found.waited, found.written = (
-                    recording.counts.waited_seconds,
-                    recording.counts.written_bytes,
-                )
-                for problem in recording.problems:
-                    print(f"problem: {problem}")
-            return found
-
-        return run
+    def recorded(sample: str) -> float:
+        with (
+            tempfile.TemporaryDirectory(dir=scratch) as out,
+            record(runnable.roots, out, max=1, sample=sample),
+        ):
+            return plain()
 
     arms = {
         "plain": plain,
-        "hooked": recorded(1, "first"),
-        "hard": recorded(1, "hard"),
-        "spread": recorded(wanted, "spread"),
-        "burst": recorded(wanted, "first"),
+        "hooked": lambda: recorded("first"),
+        "hard": lambda: recorded("hard"),
     }
-    found: dict[str, list[Run]] = {name: [] for name in arms}
-    limits: list[tuple[float, float]] = []
+    found: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():  # warm up: libraries, clocks, the directory
         arm()
     for _ in range(rounds):
         for name in random.sample(list(arms), len(arms)):
             found[name].append(arms[name]())
-        limits.append(bare_seconds(found["burst"][-1], device, scratch))
-    report(found, limits, device, figures)
 
+    def against_plain(name: str) -> list[float]:
+        return [seconds / own for seconds, own in zip(found[name], found["plain"], strict=True)]
 
-def report(
-    found: dict[str, list[Run]],
-    limits: list[tuple[float, float]],
-    device: torch.device,
-    figures: Figures,
-) -> None:
-    """Add the figures of a model's rounds."""
-    plain = found["plain"]
-
-    def later(run: Run) -> float:
-        return statistics.median(run.steps[1:])
-
-    def against_plain(name: str, seconds: Callable[[Run], float]) -> list[float]:
-        return [seconds(run) / seconds(own) for run, own in zip(found[name], plain, strict=True)]
-
-    figures.add("step, plain", "ms", [1e3 * later(run) for run in plain])
-    figures.add("step, hooked, nothing kept / plain", "×", against_plain("hooked", later))
-    measured = against_plain("hard", later)
-    figures.add("step, the difficulty of each call measured / plain", "×", measured)
-    for name, where in (("spread", "over the run"), ("burst", "in the first step")):
-        runs = found[name]
-        kept = f"{runs[0].kept} kept {where}"
-        figures.add(f"{kept}: size", "GiB", [run.nbytes / GIB for run in runs])
-        ratios = against_plain(name, lambda run: run.until_returned)
-        figures.add(f"{kept}: run until the model returned / plain", "×", ratios)
-        apart = against_plain(name, lambda run: run.until_returned - run.allocation)
-        figures.add(f"{kept}: the same without allocating host memory", "×", apart)
-        figures.add(f"{kept}: allocating host memory", "ms", [1e3 * r.allocation for r in runs])
-        figures.add(f"{kept}: waiting for host memory", "ms", [1e3 * r.waited for r in runs])
-        figures.add(
-            f"{kept}: bytes written / kept", "×", [run.written / run.nbytes for run in runs]
-        )
-        figures.add(f"{kept}: longest step", "ms", [1e3 * max(run.steps) for run in runs])
-        figures.add(f"{kept}: flush after the model returned", "ms", [1e3 * r.flush for r in runs])
-    burst = found["burst"]
-    added = [run.until_returned - own.until_returned for run, own in zip(burst, plain, strict=True)]
-    total = [more + run.flush for more, run in zip(added, burst, strict=True)]
-    copied = "copy to pinned memory" if device.type == "cuda" else "copy in memory"
-    sizes = [run.nbytes / GIB for run in burst]
-    for what, seconds in (
-        ("burst: from the first call until on disk", total),
-        ("plain write of as many bytes", [write for write, _ in limits]),
-        (f"{copied} of as many bytes", [copy for _, copy in limits]),
-    ):
-        figures.add(what, "GiB/s", [size / each for size, each in zip(sizes, seconds, strict=True)])
-    shares = [max(limit) / each for limit, each in zip(limits, total, strict=True)]
-    figures.add("burst: share of the slower of the two", "×", shares)
-
-
-def bare_seconds(burst: Run, device: torch.device, scratch: Path) -> tuple[float, float]:
-    """Time a plain write and a copy of the burst's bytes, in one part per kept call."""
-    size = burst.nbytes // burst.kept
-    on_gpu = device.type == "cuda"
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-    pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(burst.kept)]
-    for part in pinned:
-        part.copy_(source)  # touch the pages
-    start = time.perf_counter()
-    for part in pinned:
-        part.copy_(source, non_blocking=True)
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    copied = time.perf_counter() - start
-    with tempfile.TemporaryDirectory(dir=scratch) as out:
-        start = time.perf_counter()
-        for index, part in enumerate(pinned):
-            with open(Path(out) / str(index), "wb", buffering=0) as file:
-                rest = memoryview(part.numpy().data)
-                while rest:
-                    rest = rest[file.write(rest) :]
-                os.fsync(file.fileno())
-        written = time.perf_counter() - start
-    return written, copied
+    figures.add("step, plain", "ms", [1e3 * seconds for seconds in found["plain"]])
+    figures.add("step, hooked, nothing kept / plain", "×", against_plain("hooked"))
+    figures.add("step, the difficulty of each call measured / plain", "×", against_plain("hard"))
 
 
 class Attention(nn.Module):

@@ -1,7 +1,7 @@
 """Scores `replay doctor` on planted faults and on kernels without one.
 
     python -m benchmarks.doctor_score                   writes benchmarks/results/doctor_score.csv
-    python -m benchmarks.doctor_score --only late-sink  only print; a cause, or a function
+    python -m benchmarks.doctor_score --only late-sink,plain  only print; causes or functions
 
 The faults, recordings and expected answers come from `tests/replay/doctor_faults/`, whose author
 had not read the doctor. Each fault is one command on one kernel. A finding on a healthy layer, or
@@ -29,7 +29,7 @@ import torch
 from benchmarks import results
 from replay.rows.fields import leaf
 from replay.timing.machine import describe
-from tests.replay.doctor_faults.answers import FAULTS, HEALTHY, HERE, Fault
+from tests.replay.doctor_faults.answers import FAULTS, HEALTHY, HERE, SAID_OF_RACING, Fault
 from tests.replay.doctor_faults.recordings import HEALTHY as HEALTHY_CALLS
 from tests.replay.doctor_faults.recordings import RECORDINGS
 
@@ -75,8 +75,11 @@ class Grade:
         def all_in(key: str, allowed: Iterable[Any]) -> bool:
             return bool(findings) and {each[key] for each in findings} <= set(allowed)
 
+        said = fault.cause != "racing" or all(
+            SAID_OF_RACING.search(each["sentence"]) for each in findings
+        )
         return cls(
-            all_in("cause", (fault.cause,)),
+            all_in("cause", fault.causes) and said,
             all_in("layer", fault.modules),
             None if fault.steps is None else all_in("step", fault.steps),
             None if fault.head is None else all_in("head", (fault.head,)),
@@ -163,17 +166,21 @@ def score(faults: Sequence[Fault], with_healthy: bool, jobs: int) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--only", metavar="NAME", help=f"glob of causes or functions, or {NO_FAULT}"
-    )
+    parser.add_argument("--only", metavar="A,'GLOB*'", help=f"causes or functions, or {NO_FAULT}")
     parser.add_argument("--jobs", type=int, default=2, help="parallel commands (default 2)")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "doctor_score.csv")
     arguments = parser.parse_args()
-    wanted = arguments.only or "*"
-    faults = [each for each in FAULTS if fnmatch.filter((each.cause, each.function), wanted)]
-    with_healthy = fnmatch.fnmatch(NO_FAULT, wanted)
+    wanted = (arguments.only or "*").split(",")
+    faults = [
+        each
+        for each in FAULTS
+        if any(fnmatch.filter((each.cause, each.function), glob) for glob in wanted)
+    ]
+    with_healthy = any(fnmatch.fnmatch(NO_FAULT, glob) for glob in wanted)
     if not faults and not with_healthy:
-        parser.error(f"no fault is called {wanted!r}; see tests/replay/doctor_faults/answers.py")
+        parser.error(
+            f"no fault is called {arguments.only!r}; see tests/replay/doctor_faults/answers.py"
+        )
     lines = score(faults, with_healthy, arguments.jobs)
     for each in lines:
         print(", ".join(f"{name} {value}" for name, value in each.items()))

@@ -74,7 +74,7 @@ def _check_names(given: Mapping[str, str], known: Collection[str], model: str) -
             raise ModelError(f"use {option} instead of --set {name}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
+            hint = f": did you mean {near[0]}?" if near else f": leave out --set {name}"
             raise ModelError(f"{model} takes no argument {name}{hint}")
 
 

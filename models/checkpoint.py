@@ -168,4 +168,5 @@ def _forward_runnable(
         outputs=of_anything,
         weights=weights,
         settings=request.settings(prompt=prompt, prompt_tokens=input_ids.shape[1], output="states"),
+        extent={"prompt_tokens": input_ids.shape[1]},
     )

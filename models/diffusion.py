@@ -181,7 +181,17 @@ def pipeline_runnable(
         weights=weights,
         settings=settings,
         pipeline=pipeline,
+        extent=_extent(pipeline, arguments),
     )
+
+
+def _extent(pipeline: DiffusionPipeline, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the size of ``pipeline(**arguments)``, without sizes that only the call determines."""
+    parameters = inspect.signature(pipeline.__call__).parameters
+    given = {name: parameter.default for name, parameter in parameters.items()} | dict(arguments)
+    names = {"num_frames": "frames", "num_inference_steps": "steps"}
+    sizes = {name: given.get(name) for name in ("width", "height", *names)}
+    return {names.get(name, name): size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def tiny_t5(vocabulary: int) -> T5EncoderModel:

@@ -113,6 +113,7 @@ def generation_runnable(
         settings=request.settings(
             prompt=prompt, prompt_tokens=input_ids.shape[1], steps=steps, output="tokens"
         ),
+        extent={"prompt_tokens": input_ids.shape[1], "new_tokens": steps},
         language=Language(
             score=None if model.config.is_encoder_decoder else score,
             tokenizer=tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the package must be importable without importing torch
@@ -30,6 +30,8 @@ class Runnable:
         weights: Origin of the weights, for users and manifests.
         settings: Settings of the run as plain JSON; recordings store them to rebuild the model.
         pipeline: The diffusers pipeline, whose scheduler counts the steps; None for other models.
+        extent: Size of the run, as far as it is known beforehand: ``width`` and ``height`` in
+            pixels, ``frames``, denoising ``steps``, ``prompt_tokens`` and ``new_tokens``.
         language: Object that scores and decodes text; None if this is not a language model.
     """
 
@@ -41,3 +43,4 @@ class Runnable:
     settings: dict[str, Any]
     language: Language | None = None
     pipeline: Any = None
+    extent: dict[str, int] = field(default_factory=dict)

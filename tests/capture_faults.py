@@ -39,10 +39,11 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.errors import CaptureError, DatasetError, RecordingWarning
 from capture.hooks import interceptor
-from capture.recording import memory, writer
+from capture.recording import writer
+from capture.recording.memory import BufferPool
 from capture.recording.recording import Recording
 from capture.storage.dataset import MANIFEST
-from capture.storage.journal import read
+from capture.storage.journal import call_files, read
 from capture.storage.repair import repair
 from capture.storage.unfinished import UnfinishedCapture
 
@@ -81,7 +82,7 @@ FAULTS = [
     Fault.of_system("fstat", errno.EIO),
     *LOCKING,
     Fault.of_system("_sync_file_system", errno.EIO, owner=writer),
-    Fault("_allocate", memory, (MemoryError("no memory"), RuntimeError("not enough memory"))),
+    Fault("allocate", BufferPool, (MemoryError("no memory"), RuntimeError("not enough memory"))),
     Fault("start_new_thread", _thread, (RuntimeError("can't start new thread"),)),
 ]
 
@@ -328,7 +329,9 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
         journals = (
             [read(path) for path in directory.glob("*.journal")] if directory.exists() else []
         )
-        left = [UnfinishedCapture.of(each, over=True) for each in journals if not each.is_empty]
+        files = call_files(directory) if directory.exists() else {}
+        written = [each for each in journals if not each.is_empty]
+        left = [UnfinishedCapture.of(each, files, over=True) for each in written]
         completed = sum(len(found.entries) for found in left)
         in_memory = sum(each.lost for each in journals)
         if overwrite:
@@ -381,7 +384,7 @@ def main() -> None:
 
 NAMES = {
     "_sync_file_system": "syncfs",
-    "_allocate": "allocation",
+    "allocate": "allocation",
     "start_new_thread": "thread start",
 }
 

@@ -16,8 +16,6 @@ default` requests others. Each test starts with the same random seed. Files with
 first, so that no processor waits for the last file.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@
 Every scenario records into OUT/SCENARIO. Without torchrun, a single process runs the same models.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -50,8 +48,7 @@ class Projected(nn.Module):
 
 
 class Ulysses(nn.Module):
-    """Attention between two all-to-alls that exchange a share of the tokens for a share of
-    heads."""
+    """Attention between two all-to-alls that exchange shares of tokens for shares of heads."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*map(_to_heads, (query, key, value)))

@@ -1,8 +1,6 @@
 """Calls, rows and kernels for tests. Each keyword changes one property of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from capture.call.attention_call import AttentionCall, Origin
 from capture.call.shape import Shape
 from capture.recording.heads import pick
 from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
 from replay.accuracy.errors import compare
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
@@ -39,10 +38,7 @@ from replay.workloads.workload import Workload
 
 
 def normal(
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    *shape: int, dtype: torch.dtype = torch.float32, device: Any = "cpu", seed: int = 0
 ) -> Tensor:
     """Return standard normal values that depend only on the seed and the device."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -132,6 +128,15 @@ def store_part(
     PackedCall.of(replace(part, origin=described)).write(path)
 
 
+def save_calls(directory: Path, calls: Iterable[AttentionCall]) -> Path:
+    """Write calls as `model-000000` and so on to a new directory, with a manifest."""
+    directory.mkdir()
+    files = ((directory / f"model-{at:06d}.safetensors", call) for at, call in enumerate(calls))
+    entries = [PackedCall.of(call).write(path) for path, call in files]
+    Dataset(directory, entries, []).save_manifest()
+    return directory
+
+
 def sized_call(sizes: tuple[int, int, int, int, int, int, int], **options: Any) -> AttentionCall:
     """Return a random call of sizes (B, Hq, Hkv, Sq, Sk, D, Dv)."""
     names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
@@ -144,8 +149,7 @@ def one_head(*rows: list[float]) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits for exact comparisons: fp8 has no `==`, and NaN is not equal to
-    NaN."""
+    """Return a tensor's bits for exact comparisons: fp8 has no `==`, and NaN equals nothing."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
 
 

@@ -3,35 +3,21 @@
 Names, parameters and layouts are those of the libraries, which need a GPU and are not installed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.replay.kernels import stand_ins
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: Any, softcap: float
 ) -> Tensor:
     """Apply flash-attn's definition to one (S, H, D): aligned bottom right, windows inclusive."""
-    dtype = q.dtype
-    q, k, v = (each.transpose(0, 1).float() for each in (q, k, v))
-    k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], 0) for each in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    q_len, kv_len = scores.shape[-2:]
-    offset = torch.arange(kv_len) - torch.arange(q_len)[:, None] - (kv_len - q_len)
-    seen = torch.ones_like(offset, dtype=torch.bool)
-    if causal:
-        seen &= offset <= 0
-    if window[0] >= 0:
-        seen &= offset >= -window[0]
-    if window[1] >= 0:
-        seen &= offset <= window[1]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return (weights @ v).transpose(0, 1).to(dtype)
+    parts = map(stand_ins.heads_second, (q, k, v))
+    output = stand_ins.textbook(*parts, scale, causal, window=window, softcap=max(softcap, 0.0))
+    return output[0].transpose(0, 1)
 
 
 def flash_attn_func(
@@ -181,8 +167,6 @@ def flash_mla_with_kvcache(
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what FlashMLA's `reference_torch` computes, with the arguments of its kernel."""
-    assert block_table is not None
-    assert cache_seqlens is not None
     outputs = []
     for n, length in enumerate(cache_seqlens.tolist()):
         key = in_one_piece(k_cache, block_table[n : n + 1], torch.tensor([length]))

@@ -7,8 +7,6 @@ then run on the dataset, in a process with limited memory and a timeout. A failu
 the seed and number that reproduce it: `--seed 7 --first 123 --count 1`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy
@@ -43,6 +41,7 @@ from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
+from capture.storage.nonfinite_values import NonfiniteValues, TensorPlace
 from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
 from replay.accuracy.reference import attention
@@ -103,9 +102,11 @@ def make(directory: Path) -> None:
         PackedCall.of(call).write(directory / f"model-{index}.safetensors")
         for index, call in enumerate(calls)
     ]
+    place = TensorPlace("a.0", "output", 1, "denoise", 2, "float16", largest=2.0)
     record = CaptureRecord(
         model="model",
         weights="random",
+        first_nonfinite=NonfiniteValues(replace(place, holds="NaN"), place),
         settings={"model": "llama", "given": {"steps": 2}},
         census=census(("a.0", "denoise", 13, 2), ("a.1", "decode", 5, 3), mask=True),
     )

@@ -6,8 +6,6 @@ ignores the result outside Triton's debug mode. Each operation describes its sha
 and converts operands that already have one type.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -56,8 +54,7 @@ def _languages(function: Any) -> list[Any]:
 
 
 def _by_name(function: Any) -> Any:
-    """Return a function that caches its result by its Triton type's name; some types lack a
-    hash."""
+    """Return a function that caches its result by its Triton type's name: some have no hash."""
     results: dict[str, Any] = {}
 
     @functools.wraps(function)

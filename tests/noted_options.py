@@ -1,7 +1,5 @@
 """Options of a parser, example values, and a namespace that notes which options are read."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The GitHub Action's script runs, and the files of the Action agree."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -12,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from capture.storage.call_file import PackedCall
-from capture.storage.dataset import Dataset
-from tests.factories import random_call
+from tests.factories import random_call, save_calls
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ACTION = REPOSITORY / ".github" / "actions" / "replay"
@@ -45,14 +41,8 @@ def defaults() -> dict[str, str]:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """Directory with two recorded calls and a kernel."""
-    directory = tmp_path / "captured_inputs"
-    directory.mkdir()
-    dataset = Dataset(directory, [], [])
-    for index in range(2):
-        call = random_call(seed=index, with_output=True, origin={"call_index": index})
-        path = directory / f"model-{index:06d}.safetensors"
-        dataset.entries.append(PackedCall.of(call).write(path))
-    dataset.save_manifest()
+    calls = (random_call(seed=at, with_output=True, origin={"call_index": at}) for at in range(2))
+    save_calls(tmp_path / "captured_inputs", calls)
     (tmp_path / "mine.py").write_text(KERNEL.format(changed=""))
     return tmp_path
 

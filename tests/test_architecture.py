@@ -1,7 +1,5 @@
 """Imports follow the directions drawn in docs/contributing.md."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -95,7 +93,6 @@ def test_imports_point_down(package: str) -> None:
 def lines_of_models() -> dict[str, int]:
     """Return the line number of each file and folder in the drawing in `models/__init__.py`."""
     text = ast.get_docstring(ast.parse((REPOSITORY / "models" / "__init__.py").read_text("utf-8")))
-    assert text is not None
     drawing = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
     # Only descriptions, which follow the names on a line, have several words.
     cells = ((at, cell) for at, line in enumerate(drawing) for cell in re.split(r" {2,}", line))

@@ -1,7 +1,5 @@
 """Benchmarks that need a GPU fail clearly without one. mypy checks the names that they use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The README and the pages in docs/ agree with the code and with each other."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

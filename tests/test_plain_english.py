@@ -3,8 +3,6 @@
 `python -m tests.test_plain_english [PATH …]` lists the violations.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

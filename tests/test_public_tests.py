@@ -1,7 +1,5 @@
 """The shims in `benchmarks/public_tests` translate the libraries' arguments correctly."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -108,9 +106,7 @@ def test_varlen(shims: SimpleNamespace, starts: Tensor, options: dict[str, Any])
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_kv_cache_gets_its_new_keys(
-    shims: SimpleNamespace, options: dict[str, Any], paged: bool
-) -> None:
+def test_kv_cache_grows(shims: SimpleNamespace, options: dict[str, Any], paged: bool) -> None:
     q, k, v = _random(2, 3, 4, 8), _random(2, 3, 2, 8), _random(2, 3, 2, 8) + 1
     shape = (6, 4, 2, 8) if paged else (2, 12, 2, 8)
     table = torch.tensor([[5, 1, 2], [0, 4, 3]], dtype=torch.int32) if paged else None
@@ -157,9 +153,7 @@ def test_rows_of_a_cache_and_packed_queries(shims: SimpleNamespace) -> None:
         ({"dropout_p": 0.17}, "dropout"),
     ],
 )
-def test_what_ours_does_not_compute_is_skipped(
-    shims: SimpleNamespace, given: dict[str, Any], reason: str
-) -> None:
+def test_the_rest_is_skipped(shims: SimpleNamespace, given: dict[str, Any], reason: str) -> None:
     q = _random(1, 3, 2, 8)
     with pytest.raises(pytest.skip.Exception, match=reason):
         shims.flash_attn.flash_attn_func(q, q, q, **given)

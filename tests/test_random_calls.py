@@ -1,7 +1,5 @@
 """`benchmarks/random_calls.py` draws the documented calls, and detects a wrong output."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures that `benchmarks/tables/speed.py` derives from rows, and files written by its phases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

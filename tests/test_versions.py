@@ -1,7 +1,5 @@
 """`benchmarks.versions` runs two checkouts in turn on a CPU, and keeps their results apart."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -40,9 +38,7 @@ def find(name: str) -> Kernel:
     return checkout
 
 
-def test_each_checkout_runs_its_own_kernels(
-    other: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_checkout_runs_own_kernels(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
     versions.main([str(other), "--kernels", "torch-math,no-such-kernel", *ARGUMENTS])
     right, unknown = capsys.readouterr().out.splitlines()
     assert right.startswith("torch-math, small: ")

@@ -1,7 +1,5 @@
 """Small calls that use features for which SDPA has no argument."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +43,6 @@ def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
 def sequences(call: AttentionCall) -> list[AttentionCall]:
     """Return a paged call's sequences; keys are looked up one by one, as flash-attn defines."""
     table, lengths, size = call.page_table, call.seqused_k, call.key.shape[2]
-    assert table is not None
-    assert lengths is not None
     found = []
     for n, length in enumerate(lengths.tolist()):
         places = [(int(table[n, t // size]), t % size) for t in range(length)]
@@ -58,78 +54,47 @@ def sequences(call: AttentionCall) -> list[AttentionCall]:
         if call.cu_seqlens_q is not None:
             first, end = call.cu_seqlens_q[n : n + 2].tolist()
             rows = slice(None), slice(None), slice(first, end)
-        found.append(
-            replace(
-                call,
-                query=call.query[rows],
-                key=key,
-                value=value,
-                seqused_k=None,
-                page_table=None,
-                cu_seqlens_q=None,
-            )
-        )
+        whole = dict.fromkeys(("seqused_k", "page_table", "cu_seqlens_q"))
+        found.append(replace(call, query=call.query[rows], key=key, value=value, **whole))
     return found
 
 
 LENGTHS_Q, LENGTHS_K = torch.tensor([0, 5, 16]).int(), torch.tensor([0, 9, 24]).int()
+PACKED = {"q_len": 16, "kv_len": 24, "cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
+SQUARE = {"q_len": 16, "kv_len": 16, "is_causal": True}
+SOME_KEYS = {"batch": 2, "seqused_k": torch.tensor([4, 13]).int()}
+BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
+SOFT_CAP = AttentionVariant(softcap=0.5)
 
-CALLS: dict[str, AttentionCall] = {
-    "bottom-right": random_call(is_causal=True, variant=AttentionVariant(bottom_right=True)),
-    "bottom-right, square": random_call(
-        q_len=13, kv_len=13, is_causal=True, variant=AttentionVariant(bottom_right=True)
-    ),
-    "window": random_call(
-        q_len=16, kv_len=16, is_causal=True, variant=AttentionVariant(window=(3, None))
-    ),
-    "window both ways": random_call(
-        q_len=9, kv_len=16, variant=AttentionVariant(window=(4, 2), bottom_right=True)
-    ),
-    "softcap": random_call(variant=AttentionVariant(softcap=0.5)),
-    "softcap and mask": random_call(
-        variant=AttentionVariant(softcap=0.5), attn_mask=normal(9, 13) > 0
-    ),
-    "sinks": random_call(q_heads=4, kv_heads=2, sinks=normal(4, seed=7)),
-    "sinks and window": random_call(
-        q_len=16,
-        kv_len=16,
-        is_causal=True,
-        sinks=normal(2, seed=7),
-        variant=AttentionVariant(window=(2, 0)),
-    ),
-    "packed": random_call(q_len=16, kv_len=24, cu_seqlens_q=LENGTHS_Q, cu_seqlens_k=LENGTHS_K),
-    "packed, causal bottom right": random_call(
-        q_len=16,
-        kv_len=24,
-        is_causal=True,
-        cu_seqlens_q=LENGTHS_Q,
-        cu_seqlens_k=LENGTHS_K,
-        variant=AttentionVariant(bottom_right=True, max_seqlen_q=11, max_seqlen_k=15),
-    ),
-    "packed, causal top left": random_call(
-        q_len=16,
-        kv_len=24,
-        is_causal=True,
-        cu_seqlens_q=LENGTHS_Q,
-        cu_seqlens_k=LENGTHS_K,
-        variant=AttentionVariant(window=(2, None)),
-    ),
-    "key-lengths": random_call(batch=2, seqused_k=torch.tensor([4, 13]).int()),
-    "key-lengths, bottom right": random_call(
-        batch=2,
-        q_len=3,
-        is_causal=True,
-        seqused_k=torch.tensor([4, 13]).int(),
-        variant=AttentionVariant(bottom_right=True),
-    ),
+
+def bounded(left: int, right: int | None = None, *, bottom_right: bool = True) -> AttentionVariant:
+    return AttentionVariant(window=(left, right), bottom_right=bottom_right)
+
+
+LEFT_OF_TOP = bounded(2, 0, bottom_right=False)
+TWO_LEFT = bounded(2, bottom_right=False)
+LONGEST = AttentionVariant(bottom_right=True, max_seqlen_q=11, max_seqlen_k=15)
+THREE = {"q_len": 3, "is_causal": True}
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "bottom-right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "bottom-right, square": {"q_len": 13, "is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {**SQUARE, "variant": bounded(3, bottom_right=False)},
+    "window both ways": {"kv_len": 16, "variant": bounded(4, 2)},
+    "softcap": {"variant": SOFT_CAP},
+    "softcap and mask": {"variant": SOFT_CAP, "attn_mask": normal(9, 13) > 0},
+    "sinks": {"q_heads": 4, "kv_heads": 2, "sinks": normal(4, seed=7)},
+    "sinks and window": {**SQUARE, "sinks": normal(2, seed=7), "variant": LEFT_OF_TOP},
+    "packed": PACKED,
+    "packed, causal bottom right": {**PACKED, "is_causal": True, "variant": LONGEST},
+    "packed, causal top left": {**PACKED, "is_causal": True, "variant": TWO_LEFT},
+    "key-lengths": SOME_KEYS,
+    "key-lengths, bottom right": {**SOME_KEYS, **THREE, "variant": BOTTOM_RIGHT},
+}
+CALLS = {name: random_call(**fields) for name, fields in _FIELDS.items()} | {
     "paged": paged_call([9, 0, 5], 4, q_heads=4, kv_heads=2),
     "paged, packed, bottom right, window": paged_call(
-        [9, 12],
-        4,
-        q_len=16,
-        is_causal=True,
-        cu_seqlens_q=LENGTHS_Q,
-        variant=AttentionVariant(bottom_right=True, window=(2, None)),
+        [9, 12], 4, q_len=16, is_causal=True, cu_seqlens_q=LENGTHS_Q, variant=bounded(2)
     ),
 }
 
@@ -137,62 +102,52 @@ CALLS: dict[str, AttentionCall] = {
 def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
     sizes = {"head_dim": head_dim, "dtype": dtype, "q_heads": 4, "kv_heads": 2}
     even = torch.tensor([0, 5, 16]).int()
-    packed = {"q_len": 16, "kv_len": 24, "cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
     same = {"q_len": 16, "kv_len": 16, "cu_seqlens_q": even, "cu_seqlens_k": even.clone()}
     lengths = {"batch": 2, "kv_len": 40, "seqused_k": torch.tensor([17, 40]).int()}
     mask = torch.arange(16) < torch.tensor([[5], [16]])
     padded = {"batch": 2, "kv_len": 16, "attn_mask": mask[:, None, None]}
-    bottom_right = AttentionVariant(bottom_right=True)
-    left = AttentionVariant(window=(4, None), bottom_right=True)
+    left = bounded(4)
+    two = AttentionVariant(softcap=2.0)
     sinks = {"sinks": normal(4, seed=7, dtype=torch.bfloat16)}
     asked: dict[str, dict[str, Any]] = {
-        "bottom right": {"q_len": 9, "kv_len": 21, "is_causal": True, "variant": bottom_right},
-        "bottom right, batch": {"batch": 2, "is_causal": True, "variant": bottom_right},
-        "bottom right, decode": {"q_len": 1, "is_causal": True, "variant": bottom_right},
-        "top left": {"is_causal": True, "variant": AttentionVariant(softcap=2.0)},
+        "bottom right": {"q_len": 9, "kv_len": 21, "is_causal": True, "variant": BOTTOM_RIGHT},
+        "bottom right, batch": {"batch": 2, "is_causal": True, "variant": BOTTOM_RIGHT},
+        "bottom right, decode": {"q_len": 1, "is_causal": True, "variant": BOTTOM_RIGHT},
+        "top left": {"is_causal": True, "variant": two},
         "window, causal": {"q_len": 16, "kv_len": 16, "is_causal": True, "variant": left},
         "window, causal, longer keys": {"is_causal": True, "variant": left},
         "window, decode": {"q_len": 1, "kv_len": 21, "is_causal": True, "variant": left},
         "window, left": {"variant": left},
-        "window, both ways": {"variant": AttentionVariant(window=(3, 2), bottom_right=True)},
-        "window, left and none after": {
-            "variant": AttentionVariant(window=(3, 0), bottom_right=True)
-        },
-        "window, top left": {"variant": AttentionVariant(window=(3, 2))},
+        "window, both ways": {"variant": bounded(3, 2)},
+        "window, left and none after": {"variant": bounded(3, 0)},
+        "window, top left": {"variant": bounded(3, 2, bottom_right=False)},
         "window, padded": {**padded, "variant": left},
-        "soft cap, padded": {**padded, "variant": AttentionVariant(softcap=0.5)},
-        "soft cap": {"variant": AttentionVariant(softcap=0.5)},
-        "soft cap, scale, batch": {
-            "batch": 2,
-            "scale": 0.3,
-            "variant": AttentionVariant(softcap=2.0),
-        },
-        "soft cap, decode": {"q_len": 1, "variant": AttentionVariant(softcap=0.5)},
+        "soft cap, padded": {**padded, "variant": SOFT_CAP},
+        "soft cap": {"variant": SOFT_CAP},
+        "soft cap, scale, batch": {"batch": 2, "scale": 0.3, "variant": two},
+        "soft cap, decode": {"q_len": 1, "variant": SOFT_CAP},
         "sinks": sinks,
         "sinks, window": {**sinks, "is_causal": True, "variant": left},
-        "packed": packed,
-        "packed, bottom right": {**packed, "is_causal": True, "variant": bottom_right},
-        "packed, top left": {**packed, "is_causal": True},
+        "packed": PACKED,
+        "packed, bottom right": {**PACKED, "is_causal": True, "variant": BOTTOM_RIGHT},
+        "packed, top left": {**PACKED, "is_causal": True},
         "packed, even": {**same, "is_causal": True},
-        "packed, window": {**packed, "is_causal": True, "variant": left},
-        "packed, soft cap": {**packed, "variant": AttentionVariant(softcap=0.5, max_seqlen_q=11)},
-        "packed, key lengths": {**packed, "seqused_k": torch.tensor([7, 15]).int()},
+        "packed, window": {**PACKED, "is_causal": True, "variant": left},
+        "packed, soft cap": {**PACKED, "variant": AttentionVariant(softcap=0.5, max_seqlen_q=11)},
+        "packed, key lengths": {**PACKED, "seqused_k": torch.tensor([7, 15]).int()},
         "key lengths": lengths,
         "key lengths, decode": {**lengths, "q_len": 1},
-        "key lengths, bottom right": {**lengths, "is_causal": True, "variant": bottom_right},
+        "key lengths, bottom right": {**lengths, "is_causal": True, "variant": BOTTOM_RIGHT},
         "key lengths, window": {**lengths, "is_causal": True, "variant": left},
     }
     calls = {kind: random_call(**{**sizes, **changes}) for kind, changes in asked.items()}
-    packed = {"q_len": 16, "cu_seqlens_q": LENGTHS_Q}
+    packed = {"q_len": 16, "cu_seqlens_q": LENGTHS_Q, "is_causal": True}
     in_pages: dict[str, tuple[int, dict[str, Any]]] = {
         "pages": (16, {}),
         "pages of 256": (256, {}),
         "pages, decode, window": (256, {"q_len": 1, "is_causal": True, "variant": left}),
-        "pages, packed, bottom right": (
-            256,
-            {**packed, "is_causal": True, "variant": bottom_right},
-        ),
-        "pages, packed, window": (16, {**packed, "is_causal": True, "variant": left}),
+        "pages, packed, bottom right": (256, {**packed, "variant": BOTTOM_RIGHT}),
+        "pages, packed, window": (16, {**packed, "variant": left}),
     }
     for kind, (page_size, changes) in in_pages.items():
         calls[kind] = paged_call([17, 40], page_size, **sizes, **changes)

@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "capture_faults": trials.capture_faults,
     "doctor_score": trials.doctor_score,
     "capture_overhead": partial(overheads.by_figure, "capture_overhead.csv"),
+    "recording_cost": partial(overheads.by_figure, "recording_cost.csv"),
     "launch_cost": overheads.launch_cost,
     "defence_overhead": overheads.defence_overhead,
     "public_tests": trials.public_tests,

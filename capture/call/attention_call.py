@@ -64,6 +64,9 @@ class Origin:
     difficulty: float | None = None
     """Relative error of INT8 attention on a sample of the tokens (`capture.recording.difficulty`);
     None unless calls were chosen by difficulty (`sample="hard"`)."""
+    nonfinite: str = ""
+    """NaN and infinite elements of each tensor, such as `value 12 NaN`; empty if none were counted.
+    `sample="hard"` counts them in every call, other samplers in one call that has some."""
     versions: dict[str, str] = field(default_factory=dict)
     forward_index: int | None = None
     """Index of the forward pass of the module that decides the phase, from 0. A step of

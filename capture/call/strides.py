@@ -142,7 +142,10 @@ def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -
 
 
 def copy_with_strides(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """Copy `tensor` to `device` with the same strides, including expanded dimensions."""
+    """Copy `tensor` to `device` with the same strides, including expanded dimensions.
+
+    Gaps are filled with ones.
+    """
     return _copied(narrow_expanded(tensor.detach()), Layout.of(tensor), device)
 
 
@@ -213,6 +216,8 @@ def _copied(values: Tensor, layout: Layout, device: str | torch.device) -> Tenso
     size = layout.unexpanded
     if layout.is_representable:
         restored = torch.empty_strided(size, layout.stride, dtype=values.dtype, device=device)
+        if layout.extent > restored.numel():
+            restored.as_strided((layout.extent,), (1,)).fill_(1)  # so that every copy is the same
     else:
         restored = torch.empty(size, dtype=values.dtype, device=device)
     return restored.copy_(values).expand(layout.size)

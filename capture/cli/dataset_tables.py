@@ -37,6 +37,8 @@ def show(dataset: Dataset, console: Console) -> None:
         console.print(_text(capture.model, "bold") + _text(f" · {_summary(capture, entries)}"))
         for invalid in capture.invalid:
             console.print(_text(f"invalid call: {invalid}", "yellow"))
+        if capture.first_nonfinite is not None:
+            console.print(_text(str(capture.first_nonfinite), "yellow"))
         for kind, alike in _grouped(entries).items():
             console.print("\n", _text(kind, "cyan"), sep="")
             console.print(_calls(alike))
@@ -104,6 +106,8 @@ def _calls(entries: list[FileEntry]) -> Table:
         if by_difficulty:
             cells.append("-" if origin.difficulty is None else f"{origin.difficulty:.2%}")
         module = _text(origin.module)
+        if origin.nonfinite:
+            module += _text(f" ({origin.nonfinite})", "yellow")
         if origin.derived:
             module += _text(f" (derived: {origin.derived})", "yellow")
         table.add_row(_text(entry.path.stem), *cells, module)
@@ -140,6 +144,8 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
     parts = [f"{calls}, {size}", f"weights: {capture.weights}"]
     if capture.device:
         parts.append(capture.device)
+    if capture.most_gain:
+        parts.append(capture.most_gain)
     if capture.heads:
         parts.append(f"heads {capture.heads} of each call")
     if parts_of := sorted({_part(entry.origin) for entry in entries if entry.origin.split}):

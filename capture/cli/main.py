@@ -67,6 +67,8 @@ def _explain(error: BaseException, left_behind: str) -> int:
         return 2
     if isinstance(error, OSError) and is_of_stdout(error):
         return give_up_stdout("capture", error)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        return 1  # rich found that the reader of stdout has gone
     print(
         f"capture: failed with {printable(described(error))} (traceback with --debug){left_behind}",
         file=sys.stderr,

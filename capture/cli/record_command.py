@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
-from capture.call.head_ranges import parse_ranges
-from capture.call.splits import SPLITS
+from capture.cli.record_options import add_run_options, add_storage_options
 from capture.cli.verbs import add_common_options, new_parser, with_flags
-from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
+from capture.command_line.parser import OneSentenceParser
 from capture.large_imports import import_large
 from capture.models_package import import_models
-from capture.recording.sampling import PER_LAYER, PHASES, SAMPLES, make_sampler
-from capture.text.counted import counted, human_bytes, share
+from capture.recording.sampling import make_sampler
+from capture.text.counted import human_bytes, share
 from capture.text.printable import printable
 
 if TYPE_CHECKING:
@@ -48,132 +47,10 @@ then: replay --dir captured_inputs --metric all"""
 def parser() -> OneSentenceParser:
     """Return the parser of `capture --model MODEL`."""
     command = new_parser("", DESCRIPTION, examples=EXAMPLES, usage=USAGE)
-    _add_run_options(command)
-    _add_storage_options(command)
+    add_run_options(command)
+    add_storage_options(command)
     add_common_options(command)
     return command
-
-
-def _add_run_options(command: OneSentenceParser) -> None:
-    run = command.add_argument_group("what to run")
-    run.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or your own function, "
-        "FILE.py:FUNCTION",
-    )
-    run.add_argument(
-        "--size",
-        choices=["tiny", "full"],
-        help="tiny: small, no download (default without a GPU); full: the official size",
-    )
-    run.add_argument(
-        "--weights",
-        choices=["pretrained", "random"],
-        help="random weights are fine for timing, but not for judging quantised kernels "
-        "(default: pretrained)",
-    )
-    run.add_argument(
-        "--checkpoint", metavar="ID_OR_DIR", help="checkpoint to load instead of the official one"
-    )
-    run.add_argument(
-        "--prompt",
-        type=str,
-        help="text to run the model on (may be empty for images and video)",
-    )
-    run.add_argument(
-        "--steps",
-        type=positive,
-        metavar="N",
-        help="number of denoising steps, or of tokens to decode",
-    )
-    run.add_argument(
-        "--seed",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="seed of weights and noise (default: 0)",
-    )
-    run.add_argument(
-        "--set",
-        action="append",
-        type=_argument,
-        default=[],
-        metavar="NAME=VALUE",
-        help="another argument of the pipeline or of generate; repeatable",
-    )
-    command.add_dtype(run)
-    run.add_argument("--device", help="device such as cuda or cpu (default: cuda if available)")
-
-
-def _add_storage_options(command: OneSentenceParser) -> None:
-    store = command.add_argument_group("what to store")
-    store.add_argument(
-        "--max",
-        type=lambda text: text if text == PER_LAYER else positive(text),
-        default=10,
-        metavar="N",
-        help="calls to store (default: 10); per-layer: one of each layer and phase",
-    )
-    store.add_argument(
-        "--sample",
-        type=_sample,
-        default="spread",
-        metavar="HOW",
-        help="calls to store: spread over layers, steps, phases and shapes (default); hard: most "
-        "difficult for 8-bit kernels; first; or every:N: first of every N calls",
-    )
-    store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
-    store.add_argument(
-        "--heads",
-        action=Listed,
-        type=_heads,
-        metavar="LIST",
-        help="query heads to store, such as 0,8-11, with their key/value heads (default: all)",
-    )
-    store.add_argument(
-        "--modules",
-        action=Listed,
-        metavar="LIST",
-        help="store only calls of these modules (paths or globs)",
-    )
-    store.add_argument(
-        "--max-bytes",
-        type=_size,
-        metavar="SIZE",
-        help="limit of the total size, such as 500M or 20G",
-    )
-    store.add_argument("--no-output", action="store_true", help="do not store attention outputs")
-    store.add_argument(
-        "--out",
-        default="captured_inputs",
-        metavar="DIR",
-        help="directory to write to (default: captured_inputs)",
-    )
-    store.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier recording of this model"
-    )
-    store.add_argument(
-        "--rank",
-        type=natural,
-        metavar="N",
-        help="rank of this process; all ranks may write to one DIR (default: as set by torchrun)",
-    )
-    store.add_argument(
-        "--split",
-        choices=SPLITS,
-        help="how ranks split a call, for `replay --join-ranks` (default: by heads if distributed "
-        "tensors are split by heads)",
-    )
-    store.add_argument(
-        "--buffer-bytes",
-        type=_size,
-        metavar="SIZE",
-        help="host memory for calls that are not written yet (default: a quarter of free memory)",
-    )
-    store.add_argument(
-        "--durable", action="store_true", help="write each call to disk before the model continues"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -209,6 +86,8 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from capture.cli.announcement import DiskEstimate, announcement
+    from capture.cli.run_progress import shown_progress
     from capture.errors import RecordingWarning
     from capture.recording.parts import declared
     from capture.recording.record import record
@@ -234,7 +113,7 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
             arguments=dict(arguments.set),
         )
     logger.info("loaded %s", name)
-    progress.print(Text(f"{name}: weights {runnable.weights}"))
+    progress.print(Text(announcement(name, runnable)))
     with (
         _problems_at_once(RecordingWarning) as printed,
         record(
@@ -259,7 +138,10 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
         ) as recording,
     ):
         begun.append(recording)
-        _run_with_progress(runnable, recording, progress)
+        limits = arguments.max, arguments.max_bytes
+        recording.watch(DiskEstimate(recording, *limits, Path(arguments.out).absolute(), progress))
+        with shown_progress(runnable, recording, arguments.max, progress):
+            runnable.run()
         logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
     logger.info("stored %s", human_bytes(recording.counts.nbytes))
     return _report(recording, printed, arguments, progress)
@@ -293,6 +175,8 @@ def _report(
     print(f"recorded {size} in {arguments.out}/")
     if recording.summary not in printed:
         progress.print(Text(printable(recording.summary)))
+    if recording.capture.most_gain:
+        progress.print(Text(recording.capture.most_gain))
     for problem in problems:
         print(f"capture: {with_flags(problem)}", file=sys.stderr)
     if recording.kept and not arguments.quiet:
@@ -320,63 +204,6 @@ def _problems_at_once(category: type[Warning]) -> Iterator[list[str]]:
         yield printed
 
 
-def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:
-    from rich.live import Live
-    from rich.spinner import Spinner
-    from rich.text import Text
-
-    spinner = Spinner("dots")
-
-    def status() -> Any:
-        stored = f"{recording.kept} stored, {human_bytes(recording.counts.nbytes)}"
-        seen = counted(recording.seen, "call")
-        spinner.update(text=Text(f"running {runnable.name}: {seen} seen, {stored}"))
-        return spinner
-
-    with Live(get_renderable=status, console=console, refresh_per_second=8, transient=True):
-        runnable.run()
-
-
 def _capture_name(model: str) -> str:
     """Return a built-in name unchanged, or the last component of a directory or function path."""
     return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
-
-
-def _sample(text: str) -> str:
-    not_empty(text)
-    try:
-        make_sampler(text, 1, None)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be {SAMPLES}, not {text!r}") from error
-    return text
-
-
-def _argument(text: str) -> tuple[str, str]:
-    not_empty(text)
-    name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    return name, value
-
-
-def _heads(text: str) -> tuple[int, ...]:
-    not_empty(text)
-    try:
-        return parse_ranges(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _size(text: str) -> int:
-    not_empty(text)
-    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    number, unit = text.upper().removesuffix("B"), 1
-    if number[-1:] in units:
-        number, unit = number[:-1], units[number[-1]]
-    try:
-        value = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"invalid size {text!r} (must be such as 500M or 20G)")
-    return value

@@ -179,8 +179,10 @@ def intercept(
 
 
 @contextlib.contextmanager
-def observe(observer: Observer) -> Iterator[None]:
+def observe(observer: Observer, mark: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Call `observer` after every SDPA call, in a third of the time that `intercept` takes.
+
+    `mark` is called before each call, after it, and after `observer`.
 
     `nn.MultiheadAttention` stays on its fused fast path, because its other path is not
     bit-identical.
@@ -188,7 +190,7 @@ def observe(observer: Observer) -> Iterator[None]:
     Raises:
         RuntimeError: another interception is active.
     """
-    replacing = functools.partial(_observed, observer)
+    replacing = functools.partial(_observed, observer, mark)
     with _intercepted(replacing, eagerly=True, keeps_fast_path=True):
         yield
 
@@ -296,7 +298,7 @@ def _handled(
 
 
 def _observed(
-    observer: Observer, sdpa: Callable[..., Tensor], state: _State
+    observer: Observer, mark: Callable[[], None], sdpa: Callable[..., Tensor], state: _State
 ) -> Callable[..., Tensor]:
     thread, is_compiling = _thread, torch.compiler.is_compiling
 
@@ -309,8 +311,12 @@ def _observed(
             return sdpa(*args, **kwargs)
         position.inside = True
         position.handled += 1
+        mark()
         try:
-            output = sdpa(*args, **kwargs)
+            try:
+                output = sdpa(*args, **kwargs)
+            finally:
+                mark()
             try:
                 observer(output, sdpa, *args, **kwargs)
             except TypeError as error:
@@ -319,6 +325,7 @@ def _observed(
                     raise
             return output
         finally:
+            mark()
             position.inside = False
 
     return scaled_dot_product_attention

@@ -1,18 +1,18 @@
-"""Tracks the running module with forward hooks, to attribute every attention call to a module."""
+"""Tracks the running module, to attribute every attention call to a module."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import threading
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.jit._trace import TopLevelTracedModule
 
 from capture.hooks.attributes import attribute
 from capture.hooks.phases import RECOMPUTE, ModuleRole, in_backward, roles, takes_time_step
@@ -45,88 +45,29 @@ class WatchedModule:
     """Site of the latest forward pass."""
     steps: StepCounter = field(default_factory=StepCounter)
     """Denoising steps of the module, if no scheduler is known."""
-    is_script: bool = False
-    """True for TorchScript, which does not support hooks."""
 
 
 class Outermost(Protocol):
     """Receiver of forward passes that no other watched module surrounds."""
 
     def enter(self, watched: WatchedModule, site: CallSite) -> None: ...
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        """End the calling thread's pass, even if `enter` raised an exception or was interrupted."""
+
+
+class TensorReceiver(Protocol):
+    """Receiver of the inputs of outermost modules and the outputs of all watched modules."""
+
+    def inputs(self, site: CallSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
+    def output(self, site: CallSite, output: Any) -> None: ...
 
 
 class RunningModules(threading.local):
     """Modules that the calling thread is running, outermost first."""
 
-    def __init__(self, outermost: list[Outermost], schedulers: SchedulerCalls) -> None:
+    def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, CallSite]] = []
         """Each module and its site."""
-        self.outermost = outermost
-        self.schedulers = schedulers
-
-
-class _Hook:
-    """A forward hook that does nothing in a copied, pickled or exported model."""
-
-    __slots__ = ("_running", "_watched")
-
-    def __init__(self, running: RunningModules, watched: WatchedModule) -> None:
-        self._running, self._watched = running, watched
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A function that accepts any arguments, does nothing, and does not need this package.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Enter(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_compiling():
-            return
-        watched, stack = self._watched, self._running.stack
-        outer = stack[-1][1] if stack else None
-        if in_backward():
-            site = watched.site._replace(module=watched.path, phase=RECOMPUTE)
-        else:
-            forwards = watched.forwards
-            watched.forwards = forwards + 1
-            phase = None if outer else "encode"
-            if watched.role is not None:
-                with contextlib.suppress(Exception):  # the model's own classes may raise
-                    phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
-            if phase is None and outer is not None:
-                site = outer._replace(module=watched.path)
-            else:
-                step = forwards
-                if phase == "denoise" and watched.role is not None:
-                    time_step = watched.role.time_step(args, kwargs)
-                    step = self._running.schedulers.denoising_step(watched.steps, time_step)
-                site = CallSite(watched.path, step, phase or "encode", forwards)
-            watched.site = site
-        stack.append((module, site))
-        if outer is None:
-            for each in self._running.outermost:
-                each.enter(watched, site)
-
-
-class _Leave(_Hook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if is_compiling():
-            return
-        stack = self._running.stack
-        if not stack or stack[-1][0] is not module:
-            if not any(entered is module for entered, _ in stack):
-                return  # the module began before it was hooked
-            while stack[-1][0] is not module:
-                stack.pop()
-        stack.pop()
-        if not stack:
-            for each in self._running.outermost:
-                each.leave()
 
 
 class ModuleTracker:
@@ -157,21 +98,13 @@ class ModuleTracker:
                         module,
                         role,
                     )
-        self._unhooked = {
-            inner
-            for module in self._watched
-            if isinstance(module, nn.TransformerEncoderLayer) and not module.training
-            for inner in module.modules()
-        }
-        for module, watched in self._watched.items():
-            if isinstance(module, torch.jit.ScriptModule) and module not in self._unhooked:
-                self._unhooked.update(inner for inner in module.modules() if inner is not module)
-                watched.is_script = not isinstance(module, TopLevelTracedModule)
         self._components = frozenset(roots)
         self.outermost: list[Outermost] = []
         """Receivers of the forward passes of outermost watched modules, in each thread."""
-        schedulers = SchedulerCalls(scheduler_types(pipeline))
-        self.running = RunningModules(self.outermost, schedulers)
+        self.tensors: list[TensorReceiver] = []
+        """Receivers of the tensors that watched modules receive and return."""
+        self._schedulers = SchedulerCalls(scheduler_types(pipeline))
+        self.running = RunningModules()
 
     def component(self, path: str) -> str:
         """Return the name of the root at the start of a path; empty if there is none."""
@@ -190,41 +123,126 @@ class ModuleTracker:
 
     @property
     def may_have_run(self) -> bool:
-        """True if a watched module has run, or may have run because it does not support hooks."""
-        return any(
-            watched.forwards or watched.is_script or watched.module in self._unhooked
-            for watched in self.watched
-        )
+        """True if a watched module has run."""
+        return any(watched.forwards for watched in self.watched)
 
     def forget(self) -> None:
         """Release the modules at the end of a recording."""
-        self._watched, self._unhooked = {}, set()
+        self._watched = {}
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Hook every module, and remove the hooks on exit.
+        """Track the forward passes that begin in the block, each to its end.
 
-        TorchScript does not support hooks. In evaluation mode, PyTorch's `TransformerEncoderLayer`
-        gets no hooks and counts as part of its caller, because with hooks it would not use its
-        fused path and would give different results.
+        `nn.Module._call_impl` is replaced, because hooks would be copied with a module, would miss
+        the end of a pass that Ctrl-C interrupts or that outlasts the block, and would keep
+        `TransformerEncoderLayer` from its fused path, which computes other bits.
         """
-        handles = []
-        try:
-            for module, watched in self._watched.items():
-                if watched.is_script or module in self._unhooked:
-                    continue
-                # The hook holds the module's state, because DataParallel runs replicas of modules.
-                enter, leave = _Enter(self.running, watched), _Leave(self.running, watched)
-                handles.append(
-                    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-                )
-                # always_call, so that a forward pass that raises also restores the stack.
-                handles.append(module.register_forward_hook(leave, always_call=True))
-            with self.running.schedulers.count():
+        known = {id(module): watched for module, watched in self._watched.items()}
+        # A replica of DataParallel shares the dictionary of hooks with its original.
+        known |= {id(each._forward_hooks): watched for each, watched in self._watched.items()}
+
+        def follow(call: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(call)
+            def followed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+                if is_compiling():  # checked first, because the code below cannot be traced
+                    return call(module, *args, **kwargs)
+                original = module._forward_hooks if "_is_replica" in vars(module) else module
+                watched = known.get(id(original))
+                if watched is None:
+                    return call(module, *args, **kwargs)
+                stack = self.running.stack
+                depth = len(stack)
+                try:
+                    self._enter(watched, module, args, kwargs)
+                    output = call(module, *args, **kwargs)
+                    for receiver in self.tensors:
+                        receiver.output(stack[depth][1], output)
+                    return output
+                finally:
+                    del stack[depth:]
+                    if not depth:
+                        for each in self.outermost:
+                            each.leave()
+
+            return followed
+
+        with _replaced_calls(self._watched, follow), self._schedulers.count():
+            try:
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            finally:
+                known.clear()
+
+    def _enter(
+        self,
+        watched: WatchedModule,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Push a forward pass onto the stack."""
+        stack = self.running.stack
+        outer = stack[-1][1] if stack else None
+        if in_backward():
+            site = watched.site._replace(module=watched.path, phase=RECOMPUTE)
+        else:
+            forwards = watched.forwards
+            watched.forwards = forwards + 1
+            phase = None if outer else "encode"
+            if watched.role is not None:
+                with contextlib.suppress(Exception):  # the model's own classes may raise
+                    phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
+            if phase is None and outer is not None:
+                site = outer._replace(module=watched.path)
+            else:
+                step = forwards
+                if phase == "denoise" and watched.role is not None:
+                    time_step = watched.role.time_step(args, kwargs)
+                    step = self._schedulers.denoising_step(watched.steps, time_step)
+                site = CallSite(watched.path, step, phase or "encode", forwards)
+            watched.site = site
+        stack.append((module, site))
+        if outer is None:
+            for receiver in self.tensors:
+                receiver.inputs(site, args, kwargs)
+            for each in self.outermost:
+                each.enter(watched, site)
+
+
+@contextlib.contextmanager
+def _replaced_calls(
+    modules: Iterable[nn.Module], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace `nn.Module._call_impl` until the exit.
+
+    Args:
+        modules: modules whose copy of the method, made by `Module.compile`, is replaced too.
+        replace: function that returns the replacement of the method.
+    """
+    # Dynamo saves the method at its import, which must therefore precede the replacement.
+    from torch._dynamo.eval_frame import skip_code
+
+    call = nn.Module._call_impl
+    replacement = replace(call)
+    # A module that `Module.compile` compiles meanwhile keeps the replacement. Without this line,
+    # Dynamo would compile the replacement too, and not only `forward`.
+    skip_code(replacement.__code__)
+    compiled = {
+        module: own
+        for module in modules
+        if (own := vars(module).get("_compiled_call_impl")) is not None
+    }
+    try:
+        setattr(nn.Module, "_call_impl", replacement)  # noqa: B010 - mypy forbids the assignment
+        for module in compiled:
+            vars(module)["_compiled_call_impl"] = types.MethodType(replacement, module)
+        yield
+    finally:
+        if nn.Module._call_impl is replacement:
+            setattr(nn.Module, "_call_impl", call)  # noqa: B010
+        for module, own in compiled.items():
+            if getattr(vars(module)["_compiled_call_impl"], "__func__", None) is replacement:
+                vars(module)["_compiled_call_impl"] = own
 
 
 def outside() -> CallSite:

@@ -84,7 +84,7 @@ class ModuleRole:
         return "encode" if outer is None else None
 
     def time_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the time step among the arguments of a forward pass; None if there is none."""
+        """Return the time step that a forward pass receives; None if it receives none."""
         given = (_given(name, at, args, kwargs) for name, at in self.time_steps.items())
         return next((value for value in given if value is not None), None)
 

@@ -73,9 +73,9 @@ class SampledStep:
         if not torch.is_grad_enabled():  # so that weights are cast where the mode sees it
             torch.clear_autocast_cache()
         before = {each.path: each.forwards for each in self._tracker.watched}
-        self._thread.mode = mode = _Operations(watched.module, lambda: self._tracker.site.module)
-        self._thread.before = before
+        mode = _Operations(watched.module, lambda: self._tracker.site.module)
         _let_subclasses_be_made(+1)
+        self._thread.mode, self._thread.before = mode, before
         _push_mode(mode)
 
     def leave(self) -> None:

@@ -104,8 +104,9 @@ class SchedulerCalls:
         """
         with contextlib.ExitStack() as stack:
             for kind in self._kinds:
-                stack.callback(_set_step, kind, vars(kind).get("step"))
-                kind.step = self._counted(kind.step)
+                own, counted = vars(kind).get("step"), self._counted(kind.step)
+                stack.callback(_restore_step, kind, own, counted)
+                kind.step = counted
             yield
 
     def _counted(self, step: Any) -> Any:
@@ -117,12 +118,14 @@ class SchedulerCalls:
         return counted
 
 
-def _set_step(kind: Any, step: Any) -> None:
-    """Restore a class's own `step`; None if it is inherited."""
-    if step is None:
+def _restore_step(kind: Any, own: Any, counted: Any) -> None:
+    """Restore a class's own `step` (None if inherited), unless the program has replaced it."""
+    if vars(kind).get("step") is not counted:
+        return
+    if own is None:
         del kind.step
     else:
-        kind.step = step
+        kind.step = own
 
 
 def scheduler_types(watched: Any) -> set[Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from capture.errors import reason_of, reraise_from_signal_handler
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
+from capture.hooks.first_nonfinite import FirstNonfinite
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import CallSite, outside
@@ -19,22 +20,36 @@ from capture.recording.context import RecordingContext
 from capture.recording.kept_calls import KeptCalls
 from capture.recording.seen_calls import SeenCalls, SimilarCalls
 
+MOST_SEARCHED = 256
+"""Largest number of calls searched for NaN; on a GPU, the model waits for each search."""
+
 
 class CallRecorder:
     """Receiver of every attention call of the model, which reports problems without raising.
 
     Args:
+        mark: function to call before and after each attention call, and after the recorder's work.
+        nonfinite: receiver of the calls' tensors.
         tell: function that receives a sentence about each problem, from any thread.
     """
 
-    def __init__(self, context: RecordingContext, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        context: RecordingContext,
+        mark: Callable[[], None],
+        nonfinite: FirstNonfinite,
+        tell: Callable[[str], None],
+    ) -> None:
         self.is_closed = True
         """True before the recording begins and after its end."""
         self.lock = threading.RLock()
         self.seen = SeenCalls(context, self.lock)
         self.kept = KeptCalls(context, self.seen, tell)
-        self._context, self._tell = context, tell
+        self.mark = mark
+        self._context, self._nonfinite, self._tell = context, nonfinite, tell
         self._next_index = itertools.count().__next__
+        self._searched = 0
+        """Number of calls that were searched for NaN and infinity."""
 
     def observer(self) -> Observer:
         """Return a function that counts each SDPA call, and stores the calls that are selected.
@@ -46,7 +61,7 @@ class CallRecorder:
         groups, running = self.seen.groups, self._context.tracker.running
         sampler, next_index = self._context.sampler, self._next_index
         count_visit = self.seen.visit if self._context.rank is not None else None
-        is_tracing = torch._C._is_tracing
+        is_tracing, nonfinite = torch._C._is_tracing, self._nonfinite
 
         def observe(
             output: object,
@@ -71,6 +86,8 @@ class CallRecorder:
                 stack = running.stack
                 site = stack[-1][1] if stack else outside()
                 module, step, phase, _ = site
+                if nonfinite.is_watching:
+                    nonfinite.attention(site, query, key, value, attn_mask, output)
                 dtype = autocast_dtype(query) if is_any_enabled() and sdpa is TORCH_SDPA else None
                 like: tuple[object, ...] | None
                 try:
@@ -99,7 +116,9 @@ class CallRecorder:
                         self._context.counts.traced += 1
                         return
                 elif group.place is None or (
-                    group.refused_step == step and group.refused_at == sampler.changes
+                    group.refused_step == step
+                    and group.refused_at == sampler.changes
+                    and not self._seeks_nonfinite
                 ):
                     # The fast path neither binds the arguments nor calls the sampler.
                     next_index()
@@ -131,7 +150,19 @@ class CallRecorder:
         self, arguments: Arguments, proceed: Callable[[], Tensor], function: Callable[..., Tensor]
     ) -> Tensor:
         """Count a call from an entry point other than SDPA, and store it if selected."""
-        output = proceed()
+        self.mark()
+        try:
+            output = proceed()
+        finally:
+            self.mark()
+        try:
+            return self._record(arguments, output, function)
+        finally:
+            self.mark()
+
+    def _record(
+        self, arguments: Arguments, output: Tensor, function: Callable[..., Tensor]
+    ) -> Tensor:
         if self.is_closed:
             return output
         if torch._C._is_tracing() or not isinstance(output, Tensor):
@@ -143,6 +174,9 @@ class CallRecorder:
                 return output
             site = self._context.tracker.site
             mask, table = arguments.attn_mask, arguments.page_table
+            if self._nonfinite.is_watching:
+                is_padded = arguments.seqused_k is not None
+                self._nonfinite.attention(site, *arguments[:4], output=output, is_padded=is_padded)
             packed = arguments.cu_seqlens_q
             like = (
                 site.module,
@@ -186,9 +220,17 @@ class CallRecorder:
         # The lock is held until the copies are queued, so that files change in decision order.
         with self.lock:
             changes = sampler.changes
-            if not sampler.wants(group.place, site.step):
+            seeks, is_wanted = self._seeks_nonfinite, sampler.wants(group.place, site.step)
+            self._searched += seeks
+            if not is_wanted:
                 group.refused_step, group.refused_at = site.step, changes
-            elif not self.is_closed:
+            if (seeks or is_wanted) and not self.is_closed:
                 with outside_of_modes():
                     given = cast(arguments, dtype)
-                    self.kept.store(index, site, group, given, output, function)
+                    self.kept.store(index, site, group, given, output, function, seeks, is_wanted)
+
+    @property
+    def _seeks_nonfinite(self) -> bool:
+        """True from the first NaN in the run until a call with NaN or infinity is kept."""
+        is_sought = self._nonfinite.has_nan and not self._context.sampler.has_nonfinite
+        return is_sought and self._searched < MOST_SEARCHED

@@ -18,9 +18,7 @@ class RecordingCounts:
     refused_for_bytes: int = 0
     """Number of calls that were not kept because of `max_bytes`."""
     waited_seconds: float = 0.0
-    """Time that the model waited because the buffer of unwritten calls was full."""
-    allocation_seconds: float = 0.0
-    """Time that allocating and pinning host memory took, during the model's run."""
+    """Time that the model waited for host memory, or for room on its GPU."""
     flush_seconds: float = 0.0
     """Time from the model's return until everything was on the disk."""
     written_bytes: int = 0

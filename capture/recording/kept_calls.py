@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import Origin
+from capture.call.nonfinite import nonfinite_tensors
 from capture.errors import InvalidCall, reason_of, reraise_from_signal_handler
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import CallCount
@@ -17,7 +18,7 @@ from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import CallSite
 from capture.recording.call_builder import as_call, why_not_copied
 from capture.recording.context import RecordingContext
-from capture.recording.copies import HostCopier, buffer_size, stored_bytes
+from capture.recording.copies import stored_bytes
 from capture.recording.difficulty import with_difficulty
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.parts import WHOLE, RankPart, as_local, is_distributed, of_weights
@@ -42,7 +43,6 @@ class KeptCalls:
         """Writer of the kept calls, set before the first call."""
         self._seen, self._tell = seen, tell
         self._context, self._counts = context, context.counts
-        self._copier = HostCopier()
         self._kept: dict[int, tuple[CallSite, CallCount, int]] = {}
         """For each kept call, by index: its site, its count in the census, and its bytes."""
         self._failed: deque[tuple[int, Exception]] = deque()
@@ -59,8 +59,15 @@ class KeptCalls:
         arguments: Arguments,
         result: Tensor,
         sdpa: Callable[..., Tensor],
+        seeks_nonfinite: bool = False,
+        is_wanted: bool = True,
     ) -> None:
-        """Store a call that the sampler wants, if the call has values and fits the limits."""
+        """Store a call that the sampler wants, if the call has values and fits the limits.
+
+        Args:
+            seeks_nonfinite: True to look for NaN and infinity, and store a call that has some.
+            is_wanted: False to store the call only if it has NaN or infinity.
+        """
         writer, counts, context = self.writer, self._counts, self._context
         assert writer is not None
         assert group.place is not None
@@ -100,25 +107,31 @@ class KeptCalls:
             call = pick(call, context.heads, kv_heads)
         if context.sampler.by_difficulty:
             call = with_difficulty(call)
+        if seeks_nonfinite or context.sampler.by_difficulty:
+            nonfinite = nonfinite_tensors({**call.tensors(), "output": result})
+            if not (nonfinite or is_wanted):
+                return
+            call = replace(call, origin=replace(call.origin, nonfinite=nonfinite))
         tensors, header = stored_tensors(call), CallHeader.of(call)
         nbytes = stored_bytes(tensors)
         if fault := header.fault() or header.excess(nbytes):  # the file could not be loaded
             self._tell(f"a call cannot be stored: {fault}")
             self._seen.census.refuse(site, group.count, fault)
             return
-        offered = OfferedCall(index, group.place, site.step, nbytes, call.origin.difficulty)
+        offered = OfferedCall(
+            index,
+            group.place,
+            site.step,
+            nbytes,
+            call.origin.difficulty,
+            bool(call.origin.nonfinite),
+        )
         drop = context.sampler.offer(offered)
         counts.refused_for_bytes = context.sampler.refused_for_bytes
         if drop is None:
             return
         try:
-            pinned = call.device.type == "cuda"
-            buffer = writer.reserve(buffer_size(tensors), pinned=pinned)
-            try:
-                copy = self._copier.copy(tensors, buffer)
-            except BaseException:
-                writer.release(buffer)
-                raise
+            copy = writer.copied(tensors)
             self._kept[index] = site, group.count, nbytes
             group.count.kept += 1
             counts.nbytes += nbytes

@@ -1,19 +1,14 @@
-"""Limit and buffers of the host memory for recorded calls that are not written yet."""
+"""Limit and pool of the host memory for recorded calls that are not written yet."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
-import time
+import threading
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from capture.recording.counts import RecordingCounts
 
 SHARE = 4
 """Divisor: the default limit is the free memory divided by this number."""
@@ -47,100 +42,54 @@ def available_bytes() -> int:
     return max(min(found), 0)
 
 
-@dataclass(eq=False)
-class HostBuffer:
-    """Host memory for the tensors of one call."""
-
-    memory: Tensor
-    """Tensor (bytes,) of dtype uint8."""
-    pinned: bool
-    for_pinned: bool = False
-    """True if pinned memory was requested, even if pinning failed."""
-    filled: torch.cuda.Event | None = None
-    """Event at the end of the latest copy from a GPU into the buffer."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
-
-@dataclass
 class BufferPool:
-    """Pool of reusable buffers, because pinning memory takes longer than copying to it."""
+    """Pool of reusable memory, because mapping new memory takes longer than copying to it.
 
-    counts: RecordingCounts = field(default_factory=RecordingCounts)
-    """Counts that receive the time for allocating and pinning."""
-    nbytes: int = 0
-    """Size of all buffers, in use or free."""
-    _taken: set[HostBuffer] = field(default_factory=set)
-    _free: dict[tuple[int, bool], list[HostBuffer]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    Args:
+        limit: size of all memory in bytes above which free memory is released.
+    """
 
-    def take(self, nbytes: int, *, pinned: bool, limit: int) -> HostBuffer:
-        """Return a free buffer of exactly this size, or allocate one.
+    def __init__(self, limit: int) -> None:
+        self.nbytes = 0
+        """Size of all memory, in use or free."""
+        self._limit = limit
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
 
-        If a new buffer would exceed the `limit` in bytes, all free buffers are released first. If
-        memory cannot be pinned, the buffer is not pinned, which makes copies slower.
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return free memory of exactly this size, or new memory.
+
+        If new memory would exceed the limit, all free memory is released first.
+
+        Returns:
+            Tensor (nbytes,) of dtype uint8.
         """
-        if free := self._free[nbytes, pinned]:
-            buffer = free.pop()
-            self._taken.add(buffer)
-            return buffer
-        if self.nbytes + nbytes > limit:
-            self.trim()
-        began = time.perf_counter()
+        with self._lock:
+            if self._free[nbytes]:
+                return self._free[nbytes].pop()
+            if self.nbytes + nbytes > self._limit:
+                self._trim()
         with torch.inference_mode(False):  # so that code outside inference mode can write to it
-            try:
-                buffer = HostBuffer(_allocate(nbytes, pinned=pinned), pinned, pinned)
-            except (RuntimeError, OSError):
-                if not pinned:
-                    raise
-                buffer = HostBuffer(_allocate(nbytes, pinned=False), False, for_pinned=True)
-        self.counts.allocation_seconds += time.perf_counter() - began
-        self.nbytes += nbytes
-        self._taken.add(buffer)
-        return buffer
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        with self._lock:
+            self.nbytes += nbytes
+        return memory
 
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Make a buffer free again, or release it if it is small."""
-        self._taken.discard(buffer)
-        if buffer.nbytes >= _LARGE:
-            self._free[buffer.nbytes, buffer.for_pinned].append(buffer)
-        else:
-            self.nbytes -= buffer.nbytes
+    def give_back(self, memory: Tensor) -> None:
+        """Make memory free again, or release it if it is small or the pool is closed."""
+        with self._lock:
+            if self._is_closed or memory.nbytes < _LARGE:
+                self.nbytes -= memory.nbytes
+            else:
+                self._free[memory.nbytes].append(memory)
 
     def close(self) -> None:
-        """Release all memory, including buffers that were not given back."""
-        for buffer in list(self._taken):
-            self.give_back(buffer)
-        self.trim()
+        """Release all free memory now, and other memory when it is given back."""
+        with self._lock:
+            self._is_closed = True
+            self._trim()
 
-    def trim(self) -> None:
-        """Release the memory of all free buffers."""
-        for buffers in self._free.values():
-            while buffers:
-                buffer = buffers.pop()
-                self.nbytes -= buffer.nbytes
-                if buffer.filled is not None:
-                    buffer.filled.synchronize()  # the copy of a dropped call may be in progress
-                if buffer.pinned:
-                    torch.cuda.cudart().cudaHostUnregister(buffer.memory.data_ptr())
-
-
-def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
-    if not pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    if nbytes < _LARGE:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    # PyTorch rounds pinned memory up to powers of two, which would waste up to half of the memory.
-    pages = mmap.mmap(-1, nbytes)
-    with contextlib.suppress(AttributeError, OSError):  # not every system has huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are pinned much faster
-    # Zeroing maps the pages with all threads. Without it, pinning would map them with one thread.
-    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
-    portable = 1  # pinned for every GPU
-    torch.cuda.check_error(
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, portable)
-    )
-    return memory
+    def _trim(self) -> None:
+        self.nbytes -= sum(size * len(free) for size, free in self._free.items())
+        self._free.clear()

@@ -163,7 +163,7 @@ def record(
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
-        stack.enter_context(observe(recording.calls.observer()))
+        stack.enter_context(observe(recording.calls.observer(), recording.calls.mark))
         stack.enter_context(follow_entry_points(recording.calls.handle))
         # Runs first at the exit, so that the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))
@@ -171,6 +171,6 @@ def record(
         yield recording
         complete = True
     if recording.kept:
-        recording.warn_of_lacking_calls()
+        recording.warn_of_findings()
     elif not recording.problems:
         recording.tell(nothing_kept(recording))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from capture.errors import (
     reason_of,
     reraise_from_signal_handler,
 )
+from capture.hooks.attention_share import AttentionShare
 from capture.hooks.census import Census
+from capture.hooks.first_nonfinite import FirstNonfinite
 from capture.hooks.missed_attention import MissedAttention, find_missed_attention
+from capture.hooks.modules import Outermost
 from capture.hooks.sampled_step import SampledStep
 from capture.recording.call_recorder import CallRecorder
 from capture.recording.context import RecordingContext
@@ -70,7 +74,11 @@ class Recording:
         """Counts of calls that are not stored, and of the time and memory that recording took."""
         self.problems: list[str] = []
         """Problems of the recording, one sentence each, without repetitions."""
-        self.calls = CallRecorder(context, self.tell)
+        self._attention_share = AttentionShare(context.tracker)
+        self._first_nonfinite = FirstNonfinite(context.tracker, self.tell)
+        self.calls = CallRecorder(
+            context, self._attention_share.mark, self._first_nonfinite, self.tell
+        )
         self._sampled_step = SampledStep(context.tracker)
         self.may_have_run = True
         """False if the recording has ended and no watched module ran."""
@@ -101,6 +109,14 @@ class Recording:
         """Number of calls that are stored, or are in memory and will be stored."""
         return len(self.calls.kept)
 
+    def steps_begun(self, phases: Collection[str]) -> int:
+        """Return the number of steps of these phases so far, while the recording runs.
+
+        A step is a denoising step, or else a forward pass.
+        """
+        sites = [watched.site for watched in self._context.tracker.watched if watched.role]
+        return max((site.step + 1 for site in sites if site.phase in phases), default=0)
+
     @property
     def lost(self) -> int:
         """Number of calls that were chosen but could not be stored."""
@@ -115,12 +131,17 @@ class Recording:
 
     @property
     def summary(self) -> str:
-        """Numbers of calls that are kept, eligible, refused and missed, in one sentence."""
+        """Numbers of calls that are kept, eligible, refused and missed, and the first NaN."""
         return str(self._summary)
 
     @property
     def _summary(self) -> Summary:
-        return Summary.of(self._context, self.census, self.missed_attention)
+        nonfinite = self.capture.first_nonfinite
+        return Summary.of(self._context, self.census, self.missed_attention, nonfinite)
+
+    def watch(self, receiver: Outermost) -> None:
+        """Call `receiver` at the start and end of each forward pass of an outermost module."""
+        self._context.tracker.outermost.append(receiver)
 
     def begin(self) -> None:
         """Create the journal, and start to record calls.
@@ -156,12 +177,12 @@ class Recording:
         if len(self.problems) == 1:
             _warn(problem)
 
-    def warn_of_lacking_calls(self) -> None:
-        """Issue the summary as a warning if the recording lacks calls that were refused or missed.
+    def warn_of_findings(self) -> None:
+        """Issue the summary as a warning if calls were refused or missed, or if NaN was found.
 
-        Such a recording has no problem, because other calls are not affected.
+        Such a recording has no problem, because the stored calls are not affected.
         """
-        if self._summary.lacks_calls:
+        if self._summary.has_findings:
             _warn(self.summary)
 
     def close(self, *, complete: bool) -> bool:
@@ -205,6 +226,10 @@ class Recording:
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
             self._missed_attention = self.missed_attention
+            summary = self._summary
+            if not (summary.refused or summary.missed):  # whose time is not known
+                self.capture.attention_share = self._attention_share.share()
+            self.capture.first_nonfinite = self._first_nonfinite.end()
             self.may_have_run = self._context.tracker.may_have_run
             self._context.tracker.forget()
             self.capture.missed_attention = [*map(asdict, self._missed_attention)]

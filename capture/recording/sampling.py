@@ -7,7 +7,9 @@ With `max="per-layer"`, one call of each module and phase is kept, at a step tha
 module and step chooses, so that the steps differ between modules.
 
 `hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
-easiest call for a harder one.
+easiest call for a harder one. Calls with NaN or infinity are the hardest, the earliest first.
+
+Every sampler keeps the first call that is offered with NaN or infinity.
 
 `spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
 always spread evenly over the calls seen so far:
@@ -82,6 +84,8 @@ class OfferedCall(NamedTuple):
     nbytes: int
     difficulty: float | None = None
     """Difficulty of the call; None if the sampler does not need it or it cannot be computed."""
+    is_nonfinite: bool = False
+    """True if the call is known to have NaN or infinity."""
 
 
 @dataclass
@@ -106,6 +110,8 @@ class Sampler:
     strata: dict[Hashable, Stratum] = field(default_factory=dict)
     calls: dict[int, OfferedCall] = field(default_factory=dict)
     """Kept calls, by index."""
+    has_nonfinite: bool = False
+    """True once a call with NaN or infinity is kept; a finite call never replaces it."""
 
     @property
     def kept(self) -> int:
@@ -131,6 +137,8 @@ class Sampler:
         dropped: list[OfferedCall] = []
         while self.kept >= self.max_calls or not self._fits(call):
             victim = self._victim(call)
+            if victim is None and call.is_nonfinite and not self.has_nonfinite:
+                victim = next(reversed(self.calls.values()), None)
             if victim is None:
                 if self.kept + len(dropped) < self.max_calls:
                     self.refused_for_bytes += 1
@@ -152,6 +160,7 @@ class Sampler:
     def _add(self, call: OfferedCall) -> None:
         self.calls[call.call_index] = call
         self.nbytes += call.nbytes
+        self.has_nonfinite = self.has_nonfinite or call.is_nonfinite
 
     def _remove(self, call: OfferedCall) -> None:
         del self.calls[call.call_index]
@@ -183,6 +192,8 @@ class PerLayerSampler(Sampler):
         earlier = self._of_layer.get((place.stratum.phase, place.module))
         if earlier is None:
             return self.kept < self.max_calls
+        if earlier.is_nonfinite:
+            return False
         return _drawn(place.module, step) > _drawn(place.module, earlier.step)
 
     def offer(self, call: OfferedCall) -> list[int] | None:
@@ -190,13 +201,15 @@ class PerLayerSampler(Sampler):
         earlier = self._of_layer.get(layer)
         if earlier is not None:
             self._remove(earlier)
-        if super().offer(call) is None:
+        dropped = super().offer(call)
+        if dropped is None:
             if earlier is not None:
                 self._add(earlier)
             return None
-        self._of_layer[layer] = call
+        kept = {at: each for at, each in self._of_layer.items() if each.call_index in self.calls}
+        self._of_layer = {**kept, layer: call}
         self.changes += 1
-        return [] if earlier is None else [earlier.call_index]
+        return dropped if earlier is None else [*dropped, earlier.call_index]
 
 
 def _drawn(module: str, step: int) -> int:
@@ -206,7 +219,10 @@ def _drawn(module: str, step: int) -> int:
 
 @dataclass
 class HardSampler(Sampler):
-    """A sampler of the most difficult calls, and of calls without a difficulty if there is room."""
+    """A sampler of calls with NaN or infinity first, then of the most difficult calls.
+
+    Calls without a difficulty, such as empty ones, are kept if there is room.
+    """
 
     is_final: ClassVar[bool] = False
     by_difficulty: ClassVar[bool] = True
@@ -219,9 +235,10 @@ class HardSampler(Sampler):
         return None if easiest is call else easiest
 
 
-def _hardness(call: OfferedCall) -> tuple[float, int]:
+def _hardness(call: OfferedCall) -> tuple[bool, float, int]:
     """Return a sort key; of two equally difficult calls, the earlier one is harder."""
-    return -math.inf if call.difficulty is None else call.difficulty, -call.call_index
+    difficulty = -math.inf if call.difficulty is None else call.difficulty
+    return call.is_nonfinite, difficulty, -call.call_index
 
 
 class Room(NamedTuple):
@@ -345,6 +362,7 @@ class SpreadSampler(Sampler):
                 call.call_index,
             )
             for call in self.calls.values()
+            if not call.is_nonfinite
         )
         self._ranked_at = self.changes
 

@@ -1,4 +1,4 @@
-"""Accounts for every attention call of a recording, in one sentence."""
+"""Accounts for every attention call of a recording, and names the first NaN, in one sentence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from capture.hooks.missed_attention import MissedAttention
 from capture.hooks.phases import RECOMPUTE
 from capture.recording.context import RecordingContext
 from capture.recording.seen_calls import is_selected
+from capture.storage.nonfinite_values import NonfiniteValues
 
 
 class Summary(NamedTuple):
@@ -27,10 +28,15 @@ class Summary(NamedTuple):
     others: Counter[str]
     """Other calls, by component."""
     missed: Sequence[MissedAttention]
+    nonfinite: NonfiniteValues | None
 
     @classmethod
     def of(
-        cls, context: RecordingContext, census: Census, missed: Sequence[MissedAttention]
+        cls,
+        context: RecordingContext,
+        census: Census,
+        missed: Sequence[MissedAttention],
+        nonfinite: NonfiniteValues | None,
     ) -> Summary:
         kept, eligible, refused, others = (Counter[str]() for _ in range(4))
         for (module, phase, signature), count in census.items():
@@ -46,12 +52,12 @@ class Summary(NamedTuple):
                 kept[component] += count.kept
         if context.counts.traced:
             refused["while the model was traced"] += context.counts.traced
-        return cls(kept, eligible, refused, others, missed)
+        return cls(kept, eligible, refused, others, missed, nonfinite)
 
     @property
-    def lacks_calls(self) -> bool:
-        """True if calls were refused or missed."""
-        return bool(self.refused or self.missed)
+    def has_findings(self) -> bool:
+        """True if calls were refused or missed, or if values were not finite."""
+        return bool(self.refused or self.missed or self.nonfinite)
 
     def __str__(self) -> str:
         kept = (
@@ -67,4 +73,6 @@ class Summary(NamedTuple):
             parts.append(f"not sampled: {', '.join(others)}")
         if self.missed:
             parts.append(f"missed, and not in the census: {', '.join(map(str, self.missed))}")
+        if self.nonfinite:
+            parts.append(str(self.nonfinite))
         return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Writes recorded calls in a background thread, so that the running model does not wait.
+"""Writes recorded calls in background threads, so that the running model does not wait.
 
 Calls that the sampler may still drop stay in memory, so that few dropped calls are ever written.
 Calls are written when the run ends, when half of `buffer_bytes` is full, or immediately with
@@ -13,13 +13,15 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from capture.recording.copies import HostCopy
+from torch import Tensor
+
+from capture.errors import CaptureError
+from capture.recording.copies import HostCopier, HostCopy, buffer_size
 from capture.recording.counts import RecordingCounts
-from capture.recording.memory import BufferPool, HostBuffer
 from capture.recording.termination import started
 from capture.storage import plain_files
 from capture.storage.call_file import PackedCall
@@ -27,6 +29,10 @@ from capture.storage.header import CallHeader
 from capture.storage.journal import Journal
 
 _POLL_SECONDS = 1.0
+_THREADS = 4
+"""Number of calls that are written at the same time."""
+_LARGE = 16 << 20
+"""Bytes from which a file is synchronised once written, and not with all others at the end."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,6 @@ class Writer:
         durable: bool,
         failed: Callable[[int, Exception], None],
     ) -> None:
-        self.pool = BufferPool(counts)
         self.completed: dict[int, int] = {}
         """Sizes of the complete files, by the index of the call."""
         self._counts = counts
@@ -76,20 +81,27 @@ class Writer:
         self._durable = durable
         self._failed = failed
         self._waiting: dict[int, WaitingCall] = {}
-        self._writing: int | None = None
-        self._dropped = False
-        """True if the call that is being written has been dropped."""
+        self._writing: set[int] = set()
+        self._dropped: set[int] = set()
+        """Indices of calls that were dropped while they were written."""
         self._reserved = 0
         self._short = 0
         """Number of threads that wait for memory."""
+        self._active = 0
+        """Number of threads that run."""
         self._closing = False
         self._undone: list[int] = []
         """Indices of calls to drop, if the journal's line about them could not be written yet."""
         self._changed = threading.Condition()
-        self._thread = started(self._work)
+        self._copier = HostCopier(buffer_bytes, counts)
+        self._threads = [started(self._work)]
+        with contextlib.suppress(CaptureError):  # one thread is enough, but slower
+            while len(self._threads) < _THREADS:
+                self._threads.append(started(self._work))
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> HostBuffer:
-        """Return a buffer, after waiting for calls to be written if memory is short."""
+    def copied(self, tensors: Mapping[str, Tensor]) -> HostCopy:
+        """Start copying tensors, after waiting for calls to be written if memory is short."""
+        nbytes = buffer_size(tensors)
         with self._changed:
             began = time.perf_counter()
             self._short += 1
@@ -100,15 +112,23 @@ class Writer:
             finally:
                 self._short -= 1
                 self._counts.waited_seconds += time.perf_counter() - began
-            buffer = self.pool.take(nbytes, pinned=pinned, limit=self._buffer_bytes)
-            self._reserved += buffer.nbytes
-            return buffer
+            self._reserved += nbytes
+        try:
+            return self._copier.copy(tensors)
+        except BaseException:
+            with self._changed:
+                self._reserved -= nbytes
+            raise
 
-    def release(self, buffer: HostBuffer) -> None:
-        """Give back a buffer that `reserve` returned."""
+    def _let_go(self, copy: HostCopy) -> None:
+        """Free the memory of a call that will not be written, once no move uses it."""
+        copy.arrival.cancel()
+        copy.arrival.add_done_callback(lambda _: self._free(copy))
+
+    def _free(self, copy: HostCopy) -> None:
         with self._changed:
-            self._reserved -= buffer.nbytes
-            self.pool.give_back(buffer)
+            self._reserved -= copy.nbytes
+            self._copier.free(copy)
             self._changed.notify_all()
 
     def put(self, call: WaitingCall, drop: Iterable[int]) -> list[int]:
@@ -126,7 +146,7 @@ class Writer:
             try:
                 self._journal.append(sampled=call.index, dropped=dropped)
             except BaseException:
-                self.release(call.copy.buffer)
+                self._let_go(call.copy)
                 raise
             self._waiting[call.index] = call
             self._undone = []
@@ -149,13 +169,16 @@ class Writer:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
-            while self._thread.is_alive():  # with a time-out, so that signals are handled
-                self._thread.join(_POLL_SECONDS)
+            self._copier.pool.close()  # the memory of each call is released after writing
+            for thread in self._threads:
+                while thread.is_alive():  # with a time-out, so that signals are handled
+                    thread.join(_POLL_SECONDS)
         except BaseException:
             with self._changed:
                 for index in [*self._waiting]:
                     self._drop(index)
-                self._closing = self._dropped = True
+                self._closing = True
+                self._dropped |= self._writing
                 self._changed.notify_all()
             raise
         is_here = self._is_directory_here()
@@ -185,16 +208,17 @@ class Writer:
     @property
     def _is_busy(self) -> bool:
         """True if waiting calls will be written, which frees memory."""
-        return self._thread.is_alive() and (bool(self._waiting) or self._writing is not None)
+        return bool(self._waiting or self._writing)
 
     def _is_done(self, index: int) -> bool:
-        return index not in self._waiting and index != self._writing
+        return index not in self._waiting and index not in self._writing
 
     def _drop(self, index: int) -> None:
         held = self._waiting.pop(index, None)
         if held is not None:
-            self.release(held.copy.buffer)
-        self._dropped = self._dropped or self._writing == index
+            self._let_go(held.copy)
+        if index in self._writing:
+            self._dropped.add(index)
         if index in self.completed:
             del self.completed[index]
             with contextlib.suppress(OSError):  # a remaining file is deleted at the end
@@ -207,41 +231,57 @@ class Writer:
             while True:
                 full = self._short or 2 * self._reserved > self._buffer_bytes
                 if self._waiting and (self._closing or self._at_once or full):
-                    self._writing = next(iter(self._waiting))
-                    return self._waiting.pop(self._writing)
+                    index = next(iter(self._waiting))
+                    self._writing.add(index)
+                    return self._waiting.pop(index)
                 if self._closing:
                     return None
                 self._changed.wait()
 
     def _work(self) -> None:
-        while (call := self._next()) is not None:
-            try:
-                self._write(call)
-            except Exception as error:
-                # If the journal cannot be written, a call that it lists is not dropped.
-                with contextlib.suppress(OSError), self._changed:
-                    self._journal.append(dropped=[call.index])
-                    self._drop(call.index)
-                self._failed(call.index, error)
-            finally:
-                with self._changed:
-                    self._writing, self._dropped = None, False
-                    self.release(call.copy.buffer)
         with self._changed:
-            self.pool.close()
+            self._active += 1
+        while self._write_next():
+            pass
+        with self._changed:
+            self._active -= 1
+            is_last = not self._active
+        if is_last:
+            self._copier.close()
+
+    def _write_next(self) -> bool:
+        """Write the next call; return False when everything is written."""
+        call = self._next()
+        if call is None:
+            return False
+        try:
+            self._write(call)
+        except Exception as error:
+            # If the journal cannot be written, a call that it lists is not dropped.
+            with contextlib.suppress(OSError), self._changed:
+                self._journal.append(dropped=[call.index])
+                self._drop(call.index)
+            self._failed(call.index, error)
+        finally:
+            with self._changed:
+                self._writing.discard(call.index)
+                self._dropped.discard(call.index)
+                self._free(call.copy)
+        return True
 
     def _write(self, call: WaitingCall) -> None:
-        call.copy.wait()
+        values = call.copy.arrival.result().tensors
         path = self.path(call.index)
         self._require_directory()
-        entry = PackedCall.with_values(call.header, call.copy.values).write(path)
-        self._counts.written_bytes += entry.nbytes
+        entry = PackedCall.with_values(call.header, values).write(path)
         try:
-            if self._durable:
+            if self._durable or entry.nbytes >= _LARGE:
                 plain_files.sync(path)
+            if self._durable:
                 plain_files.sync(path.parent)
             with self._changed:
-                if self._dropped:
+                self._counts.written_bytes += entry.nbytes
+                if call.index in self._dropped:
                     with contextlib.suppress(OSError):
                         path.unlink()
                     return

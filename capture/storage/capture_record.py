@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from capture.call.attention_call import Origin
 from capture.errors import InvalidCall
 from capture.storage.json_data import fields_of, required, typed, with_names
+from capture.storage.nonfinite_values import NonfiniteValues
 from capture.text.counted import counted
 
 
@@ -33,6 +35,8 @@ class CaptureRecord:
     heads: str = ""
     """Query heads of each call that were stored, such as `0,2-3`; empty for all."""
     calls_seen: int = 0
+    attention_share: float | None = None
+    """Attention's share of the time of the forward passes, from 0 to 1; None if not measured."""
     census: dict[str, Any] = field(default_factory=dict)
     """Counts of all calls, stored or not (`capture.hooks.census`).
 
@@ -47,6 +51,9 @@ class CaptureRecord:
 
     Each entry has `module`, `reason`, the `step` of the first such call, and the number of `calls`.
     """
+
+    first_nonfinite: NonfiniteValues | None = None
+    """First tensors with NaN or infinity; None if all were finite, or in old recordings."""
 
     @classmethod
     def of(cls, origin: Origin) -> CaptureRecord:
@@ -66,10 +73,23 @@ class CaptureRecord:
         for known in self.invalid_calls:
             if (known["module"], known["reason"]) == (call.module, str(call)):
                 known["calls"] += 1
+                known["step"] = min(known["step"], call.step)  # calls arrive in any order
                 return
         self.invalid_calls.append(
             {"module": call.module, "step": call.step, "reason": str(call), "calls": 1}
         )
+
+    @property
+    def most_gain(self) -> str:
+        """Largest gain that attention's share allows, in a clause; empty if the share is unknown.
+
+        Even attention without cost makes the passes 1 / (1 - share) times as fast (Amdahl 1967).
+        """
+        share = self.attention_share
+        if share is None:
+            return ""
+        gain = f"at most {1 / (1 - share):.2f}×" if share < 1 else "any factor"
+        return f"attention takes {share:.0%} of the forward time, so kernels can gain {gain}"
 
     @property
     def invalid(self) -> list[str]:
@@ -84,7 +104,9 @@ class CaptureRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's record of the capture."""
         fields = with_names(vars(self), {"missed_attention": "gone_past"})
-        for name in ("gone_past", "invalid_calls"):
+        if self.first_nonfinite is not None:
+            fields["first_nonfinite"] = self.first_nonfinite.to_json()
+        for name in ("gone_past", "invalid_calls", "first_nonfinite", "attention_share"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -94,7 +116,11 @@ class CaptureRecord:
         """Read a record that `to_json` returned."""
         if isinstance(data, dict):
             data = with_names(data, {"gone_past": "missed_attention"})
+            if (found := data.get("first_nonfinite")) is not None:
+                data["first_nonfinite"] = NonfiniteValues.from_json(found)
         record = cls(**fields_of(cls, data))
+        if not 0 <= (record.attention_share or 0) <= 1:
+            raise ValueError("attention_share is not between 0 and 1")
         if record.census:
             _check_census(record.census)
         for past in record.missed_attention:
@@ -108,6 +134,14 @@ class CaptureRecord:
             if required(invalid, "step", int) < 0 or required(invalid, "calls", int) < 1:
                 raise ValueError("invalid_calls has an invalid count")
         return record
+
+
+def first_nonfinite(captures: Sequence[CaptureRecord]) -> str:
+    """Return where the values of captured runs stop being finite; empty if they do not."""
+    places = {each.model: str(each.first_nonfinite) for each in captures if each.first_nonfinite}
+    if len(places) == 1:
+        return next(iter(places.values()))
+    return ", ".join(f"{place} (in {model})" for model, place in places.items())
 
 
 _SIGNATURE = {

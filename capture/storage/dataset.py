@@ -32,13 +32,12 @@ from capture.storage.cached_copy import CachedCopy, ProgressReport, no_report
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
-from capture.storage.journal import JournalContents, is_call_file, journals
+from capture.storage.journal import JournalContents, call_files, journals, stem_of
 from capture.storage.json_data import parsed, required, shown
 from capture.storage.locations import cached_copy_of
+from capture.storage.merging import Merging
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
-from capture.storage.unfinished import UnfinishedCapture
-from capture.text.counted import counted
 from capture.text.printable import quoted
 
 
@@ -117,12 +116,11 @@ class Dataset(Sequence[AttentionCall]):
         # Journals are read before the manifest. If a capture ends in between, the manifest lists
         # it, because its journal is deleted only after the manifest is written.
         is_local = cached_copy is None and directory.is_dir()
-        unfinished = journals(directory) if is_local else []
+        unfinished = [each for each in journals(directory) if not each.is_empty] if is_local else []
         dataset = cls.listed(directory)
         dataset.cached_copy = cached_copy
-        for journal in unfinished:
-            if not journal.is_empty:
-                dataset._add_unfinished(journal)
+        if unfinished:
+            dataset._add_unfinished(unfinished)
         if cached_copy is not None:
             dataset.entries = [replace(entry, fetch=cached_copy.fetch) for entry in dataset.entries]
             dataset._name_as_given(cached_copy.address)
@@ -135,34 +133,21 @@ class Dataset(Sequence[AttentionCall]):
         if not os.path.lexists(manifest):
             return cls._rebuilt(directory, f"{manifest} is missing")
         try:
-            captures, items = _read_manifest(manifest)
+            records, items = _read_manifest(manifest)
             entries, damaged = _checked(manifest, items)
         except ValueError as error:
             return cls._rebuilt(directory, f"{manifest} is damaged ({error})")
-        unchecked = sum(entry.checksum is None for entry in entries.values())
-        note = unchecked and (
-            f"{manifest} lacks the checksums of {unchecked} of its files, so that changes to them "
-            "would go unnoticed"
-        )
+        notes = []
+        if unchecked := sum(entry.checksum is None for entry in entries.values()):
+            notes.append(
+                f"{manifest} lacks the checksums of {unchecked} of its files, so that changes to "
+                "them would go unnoticed"
+            )
+        captures = [*{record.model: record for record in records}.values()]
+        if len(captures) < len(records):
+            notes.append(f"{manifest} lists captures twice, and the last entry of each is read")
         captures += _missing_records(captures, entries.values())
-        return cls(directory, list(entries.values()), captures, note or "", damaged)
-
-    def merge(self, capture: UnfinishedCapture) -> None:
-        """Add a capture, and replace an earlier capture of the same model.
-
-        Existing entries of the same capture are kept. An earlier capture is kept if the new one
-        has no calls.
-        """
-        record = capture.record
-        earlier = self.capture_of(record.model)
-        if earlier is not None and not capture.entries:
-            return
-        if earlier is not None and not earlier.is_same(record):
-            self.entries = [entry for entry in self.entries if entry.origin.model != record.model]
-        others = [each for each in self.captures if each.model != record.model]
-        self.captures = [*others, record]
-        listed = {entry.path for entry in self.entries}
-        self.entries += [entry for entry in capture.entries if entry.path not in listed]
+        return cls(directory, list(entries.values()), captures, "; ".join(notes), damaged)
 
     def read_damaged(self) -> int:
         """Read the files whose entries are damaged; return the number of files that were read."""
@@ -175,10 +160,6 @@ class Dataset(Sequence[AttentionCall]):
         paths = {entry.path for entry in read}
         self.damaged = [damaged for damaged in self.damaged if damaged.path not in paths]
         return len(read)
-
-    def capture_of(self, model: str) -> CaptureRecord | None:
-        """Return the record of a model's capture."""
-        return next((record for record in self.captures if record.model == model), None)
 
     @property
     def address(self) -> str:
@@ -210,53 +191,21 @@ class Dataset(Sequence[AttentionCall]):
             for each in self.damaged
         ]
 
-    def _add_unfinished(self, journal: JournalContents) -> None:
-        repair = f"`capture repair {quoted(self.directory)}`"
-        try:
-            capture = UnfinishedCapture.of(journal, over=journal.active is False)
-        except ValueError as error:
-            self._add_note(f"{journal.path} is damaged ({error})")
-            return
-        model, listed = capture.record.model, self.capture_of(capture.record.model)
-        if listed is not None and listed.supersedes(capture.record):
-            return
-        is_other = listed is not None and not listed.is_same(capture.record)
-        # A capture that was killed before its first complete call has nothing to list.
-        has_ended_empty = journal.active is False and not capture.entries
-        if not journal.replaces and not is_other and not has_ended_empty:
-            self.merge(capture)
-        complete = counted(len(capture.entries), "complete call")
-        if journal.active:
-            self._add_note(f"{model} is still being recorded")
-        elif journal.active is None:
-            self._add_note(
-                f"{model} is still being recorded or was killed (the file system has no locks that "
-                f"would show it); if it was killed, finish it with {repair}"
-            )
-        else:
-            end = "ended, but is not in the manifest" if journal.ended else "was killed"
-            state = f"the capture of {model} {end}: {complete}"
-            if journal.lost:
-                state += f", {journal.lost} more only in memory"
-            if journal.damaged:
-                state += f", and {counted(journal.damaged, 'line')} of its journal cannot be read"
-            if journal.replaces:
-                state += "; the earlier capture, which it was to replace, is read"
-            elif is_other:
-                state += "; the capture that the manifest lists is read"
-            self._add_note(f"{state}; finish it with {repair}")
-
-    def _add_note(self, text: str) -> None:
-        self.note = "; ".join(filter(None, (self.note, text)))
+    def _add_unfinished(self, unfinished: Iterable[JournalContents]) -> None:
+        files, merging = call_files(self.directory), Merging(self.captures, self.entries)
+        notes = [merging.add_unfinished(journal, files) for journal in unfinished]
+        self.captures, self.entries = merging.captures, merging.entries
+        self.note = "; ".join(filter(None, [self.note, *notes]))
 
     @classmethod
     def _rebuilt(cls, directory: Path, why: str) -> Dataset:
         entries, damaged = [], []
         # Files are listed before journals are read, because captures may be writing files.
         paths = sorted(directory.glob("[!.]*.safetensors"))
-        for journal in journals(directory):
-            paths = [path for path in paths if not is_call_file(path, journal.stem)]
+        stems = {journal.stem for journal in journals(directory)}
         for path in paths:
+            if stem_of(path) in stems:
+                continue
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:

@@ -119,6 +119,8 @@ class CallHeader:
         origin = with_names(vars(self.origin), {"entry_point": "road"})
         if self.origin.forward_index is None:  # the format of old recordings
             del origin["forward_index"]
+        if not self.origin.nonfinite:
+            del origin["nonfinite"]
         return {
             **vars(self),
             "origin": origin,

@@ -31,7 +31,7 @@ from capture.errors import DatasetError
 from capture.storage import plain_files
 from capture.storage.json_data import parsed
 from capture.storage.locks import LocksUnsupported, is_locked, unlock, wait_for_lock
-from capture.storage.names import JOURNAL, LONGEST_JOURNAL
+from capture.storage.names import CALL_FILE, JOURNAL, LONGEST_JOURNAL
 
 
 class Journal:
@@ -168,7 +168,7 @@ class JournalContents:
         elif "file" in line:
             index = int(line["call"]["origin"]["call_index"])
             path = self.path.with_name(str(line["file"]))
-            if not is_call_file(path, self.stem) or index_of(path) != index:
+            if stem_of(path) != self.stem or index_of(path) != index:
                 raise ValueError("the line names the file of another call")
             self.sampled.discard(index)
             self.files[index] = line
@@ -194,8 +194,6 @@ def read(path: Path) -> JournalContents:
             found.add(parsed(_verified(line)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             found.damaged += 1
-    if found.is_empty and call_files(path.parent, found.stem):
-        found.damaged = 1  # the capture has files, so lines have been lost
     return found
 
 
@@ -207,14 +205,19 @@ def _verified(line: bytes) -> bytes:
     return text
 
 
-def call_files(directory: Path, stem: str) -> list[Path]:
-    """Return the files of a capture's calls, complete or not."""
-    return sorted(path for path in directory.iterdir() if is_call_file(path, stem))
+def call_files(directory: Path) -> dict[str, list[Path]]:
+    """Return the files of the captures' calls, complete or not, by the stem of the capture."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(directory.iterdir(), key=lambda each: each.name):
+        if stem := stem_of(path):
+            found.setdefault(stem, []).append(path)
+    return found
 
 
-def is_call_file(path: Path, stem: str) -> bool:
-    """Return whether a file's name belongs to a call of the capture."""
-    return re.fullmatch(rf"{re.escape(stem)}-\d+\.safetensors", path.name) is not None
+def stem_of(path: Path) -> str:
+    """Return the stem of the capture that a call's file belongs to; empty for other files."""
+    match = CALL_FILE.fullmatch(path.name)
+    return match[1] if match else ""
 
 
 def index_of(path: Path) -> int:
@@ -222,11 +225,15 @@ def index_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def stems(directory: Path, slug: str) -> list[str]:
+def stems(directory: Path, slug: str) -> set[str]:
     """Return a model's stems in use: `SLUG`, and `SLUG_2` … for replacing captures."""
-    pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(JOURNAL)})")
-    found = (pattern.fullmatch(path.name) for path in directory.iterdir())
-    return sorted({match[1] for match in found if match})
+    names = (stem_of(path) or path.name.removesuffix(JOURNAL) for path in directory.iterdir())
+    return {name for name in names if slug_of(name) == slug}
+
+
+def slug_of(stem: str) -> str:
+    """Return a stem without the number of a replacing capture."""
+    return re.sub(r"_\d+$", "", stem)
 
 
 def journals(directory: Path) -> list[JournalContents]:
@@ -237,4 +244,9 @@ def journals(directory: Path) -> list[JournalContents]:
             found.append(read(path))
         except DatasetError:  # deleted by another process, or not a file
             continue
+    if any(journal.is_empty for journal in found):
+        files = call_files(directory)
+        for journal in found:
+            if journal.is_empty and journal.stem in files:
+                journal.damaged = 1  # the capture has files, so lines have been lost
     return found

@@ -14,6 +14,8 @@ LONGEST_JOURNAL = 1 << 30
 """Maximum size of a journal in bytes. The journal of 500,000 calls is smaller."""
 
 CALL = ".safetensors"
+CALL_FILE = re.compile(r"(.+)-\d+\.safetensors", re.DOTALL)
+"""Pattern of the name of a call's file: the stem of its capture, and the call's index."""
 
 FILE = re.compile(r"[^./\\\0][^/\\\0]{0,250}", re.DOTALL)
 """Pattern of a visible file name without a directory. Hidden files are unfinished."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import Dataset
-from capture.storage.journal import JournalContents, call_files, index_of, journals, stems
+from capture.storage.journal import JournalContents, call_files, index_of, journals, slug_of
 from capture.storage.locations import directory_of, why_read_only
 from capture.storage.locks import locked
+from capture.storage.merging import Merging
 from capture.storage.names import MANIFEST
 from capture.storage.unfinished import UnfinishedCapture
 from capture.text.counted import counted
@@ -77,8 +79,10 @@ def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str
         for journal in found
         if journal.active is False or (journal.active is None and (certain or journal.stem == own))
     ]
-    writing = {journal.stem for journal in found if journal not in over}
+    writing = {journal.stem for journal in found} - {journal.stem for journal in over}
+    files = call_files(directory) if over else {}
     dataset = Dataset.listed(directory)
+    merging, listed = Merging(dataset.captures, dataset.entries), _listed(dataset)
     added: list[JournalContents] = []
     without_calls: list[JournalContents] = []
     for journal in over:
@@ -89,13 +93,13 @@ def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str
             )
             continue
         try:
-            capture = UnfinishedCapture.of(journal, over=True)
+            capture = UnfinishedCapture.of(journal, files, over=True)
         except ValueError as error:
             done[journal.stem] = f"left {journal.path}, which is damaged ({error})"
             writing.add(journal.stem)
             continue
         record, calls = capture.record, counted(len(capture.entries), "call")
-        earlier = dataset.capture_of(record.model)
+        earlier = merging.records.get(record.model)
         is_other = earlier is not None and not earlier.is_same(record)
         sentence = ""
         if earlier is not None and earlier.supersedes(record):
@@ -115,9 +119,10 @@ def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str
                 )
         # An incomplete capture must not replace an earlier capture.
         elif not record.complete if journal.replaces else is_other:
-            sentence = _set_aside(capture, journal, _listed(dataset))
+            sentence = _set_aside(capture, journal, files, listed)
         else:
-            dataset.merge(capture)
+            merging.add(capture)
+            listed.update(entry.path for entry in capture.entries)
             added.append(journal)
             if journal.stem != own and not record.complete:
                 sentence = f"{record.model}: listed {calls} of a killed capture" + (
@@ -127,18 +132,19 @@ def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str
         if any(sentences):
             done[journal.stem] = "; ".join(filter(None, sentences))
     if added:
+        dataset.captures, dataset.entries = merging.captures, merging.entries
         dataset.read_damaged()
         dataset.save_manifest()
     # Files are deleted last, when the manifest on the disk no longer lists them.
     listed = _listed(dataset)
-    for journal in added:
-        if journal.replaces:
-            replaced = {*stems(directory, journal.stem.partition("_")[0])} - writing
-            for path in [path for stem in replaced for path in call_files(directory, stem)]:
+    replaced = {slug_of(journal.stem) for journal in added if journal.replaces}
+    for stem, paths in files.items():
+        if slug_of(stem) in replaced and stem not in writing:
+            for path in paths:
                 if path not in listed:
                     path.unlink(missing_ok=True)
     for journal in [*without_calls, *added]:
-        _delete_unlisted(journal, listed)
+        _delete_unlisted(journal, files, listed)
     return done
 
 
@@ -159,9 +165,11 @@ def _listed(dataset: Dataset) -> set[Path]:
     return {file.path for files in (dataset.entries, dataset.damaged) for file in files}
 
 
-def _delete_unlisted(journal: JournalContents, listed: set[Path]) -> None:
+def _delete_unlisted(
+    journal: JournalContents, files: Mapping[str, Sequence[Path]], listed: set[Path]
+) -> None:
     """Delete a journal, and the files of its calls that were dropped or are incomplete."""
-    for path in call_files(journal.path.parent, journal.stem):
+    for path in files.get(journal.stem, []):
         # A damaged journal may lack lines of complete calls, so readable files stay.
         if path in listed:
             continue
@@ -173,7 +181,12 @@ def _delete_unlisted(journal: JournalContents, listed: set[Path]) -> None:
     journal.path.unlink(missing_ok=True)
 
 
-def _set_aside(capture: UnfinishedCapture, journal: JournalContents, listed: set[Path]) -> str:
+def _set_aside(
+    capture: UnfinishedCapture,
+    journal: JournalContents,
+    files: Mapping[str, Sequence[Path]],
+    listed: set[Path],
+) -> str:
     """Move a capture to its own directory, because the manifest lists another of the same model."""
     directory = journal.path.parent
     aside, number = directory / f"unfinished-{journal.stem}", 1
@@ -187,12 +200,12 @@ def _set_aside(capture: UnfinishedCapture, journal: JournalContents, listed: set
             moved.append(replace(entry, path=entry.path.rename(aside / entry.path.name)))
     there = {entry.path for entry in moved}
     # An earlier repair may have been killed after it had moved some files.
-    earlier = (path for path in call_files(aside, journal.stem) if path not in there)
+    earlier = (path for path in call_files(aside).get(journal.stem, []) if path not in there)
     moved += map(FileEntry.read, earlier)
     if moved:
         moved.sort(key=lambda entry: entry.origin.call_index)
         Dataset(aside, moved, [capture.record]).save_manifest()
-    _delete_unlisted(journal, listed)
+    _delete_unlisted(journal, files, listed)
     calls = counted(len(moved), "call")
     return (
         f"{capture.record.model}: the earlier capture is kept; {calls} of the new, incomplete "

@@ -211,7 +211,7 @@ def slug(name: str) -> str:
     return f"{usable[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def _unused(stem: str, used: list[str]) -> str:
+def _unused(stem: str, used: set[str]) -> str:
     number, unused = 1, stem
     while unused in used:
         number += 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.journal import JournalContents, call_files, index_of
+from capture.storage.journal import JournalContents, index_of
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,13 @@ class UnfinishedCapture:
     entries: list[FileEntry]
 
     @classmethod
-    def of(cls, journal: JournalContents, *, over: bool) -> UnfinishedCapture:
+    def of(
+        cls, journal: JournalContents, files: Mapping[str, Sequence[Path]], *, over: bool
+    ) -> UnfinishedCapture:
         """Read the capture of a journal, and count the journal's unreadable lines.
 
         Args:
+            files: files of the directory (`call_files`).
             over: True if no process writes the capture any more. Only then are files read that have
                 no line in a damaged journal.
 
@@ -48,7 +52,7 @@ class UnfinishedCapture:
                 entries[entry.path] = entry
                 record = record or CaptureRecord.of(entry.origin)
         # The lines of these files may be lost.
-        for path in call_files(journal.path.parent, journal.stem) if over else []:
+        for path in files.get(journal.stem, []) if over else []:
             if journal.damaged and path not in entries and index_of(path) not in journal.dropped:
                 with contextlib.suppress(DatasetError):
                     entry = FileEntry.read(path)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
+from capture.call.nonfinite import counted_nonfinite, nonfinite_counts
 
 BLOCK = 2**20
 """Number of (query, key) pairs held at a time."""
@@ -31,6 +32,8 @@ class NonFinite:
     exposed: Tensor = field(repr=False)
     """(B, Hq, Sq) bool: the rows from which such an element is hidden, although their head has
     it."""
+    visible: int
+    """Number of such elements in keys that a query sees, or in queries that see a key."""
 
 
 class VisibleBlock(NamedTuple):
@@ -51,7 +54,7 @@ def nonfinite_inputs(call: AttentionCall) -> NonFinite | None:
     """
     names = ("query", "key", "value", "attn_mask", "sinks")
     given = {name: tensor for name, tensor in call.tensors().items() if name in names}
-    if not any(sum(_counts(tensor, name)) for name, tensor in given.items()):
+    if not any(sum(nonfinite_counts(tensor, name)) for name, tensor in given.items()):
         return None
     whole = call.without_pages()
     odd = {name: _odd_rows(getattr(whole, name)) for name in ("query", "key", "value")}
@@ -65,24 +68,23 @@ def nonfinite_inputs(call: AttentionCall) -> NonFinite | None:
             columns = odd[name][batch, kv_head]
             seen[name][batch, kv_head] |= visible.any(0).any(0)
             exposed[batch, heads, rows] |= ~visible[..., columns].all(-1)
-    parts = []
+    parts, total_visible = [], 0
     for name, tensor in given.items():
-        nan, infinite = _counts(tensor, name)
+        nan, infinite = nonfinite_counts(tensor, name)
         if not nan + infinite:
             continue
         shown = nan + infinite
         if name in seen:
             read = getattr(whole, name)[seen[name]]
             # Sequences may share a page, whose elements are then counted several times.
-            shown = min(shown, sum(_counts(read, name)))
+            shown = min(shown, sum(nonfinite_counts(read, name)))
             if call.page_table is not None and shown < nan + infinite:
                 exposed |= True  # the rest of a page is read together with it
-        counts = " and ".join(
-            f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (infinite, "infinite")) if count
-        )
         words = {0: "hidden", nan + infinite: "visible"}
-        parts.append(f"{name} {counts} ({words.get(shown, f'{shown:,} visible')})")
-    return NonFinite(", ".join(parts), exposed)
+        place = words.get(shown, f"{shown:,} visible")
+        parts.append(f"{name} {counted_nonfinite(nan, infinite)} ({place})")
+        total_visible += shown
+    return NonFinite(", ".join(parts), exposed, total_visible)
 
 
 def visible_blocks(call: AttentionCall) -> Iterator[VisibleBlock]:
@@ -149,19 +151,5 @@ def largest_scores(call: AttentionCall) -> Tensor:
     return largest
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return True if no element is NaN or infinite."""
-    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
-
-
 def _odd_rows(tensor: Tensor) -> Tensor:
     return ~(tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all(-1)
-
-
-def _counts(tensor: Tensor, name: str) -> tuple[int, int]:
-    """Count the NaN and the infinite elements, without the -inf of a mask or a sink."""
-    if tensor.dtype == torch.bool or is_finite(tensor):
-        return 0, 0
-    tensor = tensor.float() if tensor.itemsize == 1 else tensor
-    infinite = tensor.isinf() if name in ("query", "key", "value") else tensor == math.inf
-    return int(tensor.isnan().sum()), int(infinite.sum())

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
-from replay.accuracy.nonfinite import is_finite, mask_block, visible_keys
+from capture.call.nonfinite import is_finite
+from replay.accuracy.nonfinite import mask_block, visible_keys
 
 CPU_BLOCK = 2**20
 """Number of scores held at a time on a CPU: 8 MiB in float64, which fit into the cache. Peak memory

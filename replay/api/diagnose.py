@@ -72,11 +72,13 @@ def doctor(subject: Any, kernels: Any = None, **options: Any) -> Any:
             By default the kernels of a plain replay, or the kernels that the model itself called.
             With a model, functions with SDPA's arguments are also accepted.
         **options: `timeout`, seconds after which a kernel's process without a sign of life is
-            killed. For a recording also `calls`, names and globs of the calls to examine; `device`;
-            `workers`, False to run kernels in this process; `tolerances`, constants to judge
-            accuracy by, or a TOML file of constants; and `progress`, False to hide progress on
-            stderr. For a model also `max`, the number of calls to record; `sample`, the choice of
-            calls as for `record`; and `out`, a directory to keep the recording in.
+            killed; and `inside`, modes to examine besides eager mode: `graph` (a CUDA graph that is
+            captured once and replayed) and `compile` (`torch.compile`). For a recording also
+            `calls`, names and globs of the calls to examine; `device`; `workers`, False to run
+            kernels in this process; `tolerances`, constants to judge accuracy by, or a TOML file of
+            constants; and `progress`, False to hide progress on stderr. For a model also `max`, the
+            number of calls to record; `sample`, the choice of calls as for `record`; and `out`, a
+            directory to keep the recording in.
 
     Returns:
         For a recording, `Diagnoses`: print it, or read `found`. For a model, a context manager that
@@ -108,6 +110,7 @@ def examine_recording(
     device: str | torch.device | None = None,
     workers: bool = True,
     timeout: float = 300.0,
+    inside: str | Sequence[str] | None = None,
     tolerances: str | os.PathLike[str] | Thresholds | None = None,
     progress: bool | None = None,
 ) -> Diagnoses:
@@ -117,20 +120,26 @@ def examine_recording(
         ChoiceError: a named kernel cannot run here, or no kernel can.
         DatasetError: the recording cannot be read.
         ExaminationInterrupted: Ctrl-C was pressed.
+        ModeError: a mode is unknown or cannot be used here.
     """
+    from capture.storage.capture_record import first_nonfinite
     from replay.bench.settings import Settings
     from replay.diagnosis.examinations import Diagnoses, diagnose
+    from replay.diagnosis.modes import chosen_modes
     from replay.distribution.pace import Pace
     from replay.report.progress import shown_progress
 
     quiet = progress is False
     place = device_of(None if device is None else str(device))
+    modes = chosen_modes(inside, has_gpu=place.type == "cuda", in_process=not workers)
     settings = Settings(place, "warm", tolerances=thresholds(tolerances))
     found, tasks = Diagnoses(), []
     try:
         with call_choice(dataset, joined_names(calls)) as choice:
-            chosen = choice.found(choice.opened(quiet=quiet), quiet=quiet)
+            recording = choice.opened(quiet=quiet)
+            chosen = choice.found(recording, quiet=quiet)
             found.note = chosen.note
+            found.first_nonfinite = first_nonfinite(recording.captures if recording else [])
             if not quiet:
                 found.tell = _first_of_each_kind()
             able = able_kernels(joined_names(kernels), place, timeout, workers=workers)
@@ -143,6 +152,7 @@ def examine_recording(
                     timeout,
                     _one_by_one(report, tasks),
                     in_process=not workers,
+                    inside=modes,
                     found=found,
                 )
     except KeyboardInterrupt:

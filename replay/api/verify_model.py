@@ -232,10 +232,10 @@ def _checks(
     return [*found, *failed]
 
 
-def _planned(plan: Plan, module: str, phase: str) -> KernelId:
+def _planned(plan: Plan, module: str, phase: str, kv_len: int) -> KernelId:
     from replay.rows.row import KernelId
 
-    return KernelId(plan.kernel_at(module, phase))
+    return KernelId(plan.kernel_at(module, phase, kv_len))
 
 
 def _variants(

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.command_line.parser import positive
+from capture.command_line.parser import Listed, positive
 from capture.text.printable import printable
 from replay.api.call_choices import RecordedCalls
 from replay.api.choices import thresholds
@@ -22,6 +22,7 @@ from replay.api.messages import say
 from replay.cli.files import UsageError, check_files, write_and_show
 from replay.cli.shared_options import WAITING, VerbParser
 from replay.cli.stdout import reserved_stdout
+from replay.diagnosis.modes import chosen_modes
 
 if TYPE_CHECKING:
     from replay.diagnosis.examinations import Diagnoses
@@ -34,6 +35,7 @@ EXAMPLES = """\
   replay doctor --dir captured_inputs --kernels mine.py:attention --call 'flux-*'
   replay doctor --dir captured_inputs --kernels all --json findings.json
   replay doctor --dir captured_inputs --kernels captured      what the model itself computed
+  replay doctor --dir captured_inputs --in graph,compile      in a CUDA graph and compiled, too
   replay doctor --model flux --kernels sage2                  record first
 """
 
@@ -44,7 +46,7 @@ def parser() -> VerbParser:
         "doctor",
         "Find out why kernels are wrong on recorded calls: on which layer, step and head,\n"
         "what causes it and how that was found, and what to use instead. Exits with 1 if\n"
-        "a kernel is wrong.",
+        "a kernel is wrong, and with 3 if one could not be tried in a mode of --in.",
         EXAMPLES,
     )
     source = command.add_mutually_exclusive_group(required=True)
@@ -61,13 +63,23 @@ def parser() -> VerbParser:
         help=f"number of calls to record with --model (default {CALLS})",
     )
     command.add("--call", "--kernels", "--device", WAITING, "--tolerances")
+    command.add_argument(
+        "--in",
+        action=Listed,
+        dest="inside",
+        metavar="A,B",
+        help="modes to try besides eager: graph (a CUDA graph), compile (default: none)",
+    )
     command.add("--json", help="write the list of findings as JSON (- for stdout)")
     command.add_common()
     return command
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine kernels, print and write the findings; return 1 if a kernel is wrong.
+    """Examine kernels, and print and write the findings.
+
+    Returns:
+        1 if a kernel is wrong, 3 if a kernel could not be examined in a mode, 0 otherwise.
 
     Raises:
         Error: an argument cannot be used.
@@ -76,6 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")
     check_name(arguments.device)
+    if arguments.inside is not None:
+        names_graph = "graph" in arguments.inside  # looking for a GPU imports torch
+        has_gpu = not names_graph or device_of(arguments.device).type == "cuda"
+        chosen_modes(arguments.inside, has_gpu=has_gpu, in_process=arguments.in_process)
     arguments.tolerances = thresholds(arguments.tolerances)
     return _examine(arguments) if arguments.model is None else _record_and_examine(arguments)
 
@@ -132,6 +148,7 @@ def _examine(arguments: argparse.Namespace) -> int:
                 device=arguments.device,
                 workers=not arguments.in_process,
                 timeout=arguments.timeout,
+                inside=arguments.inside,
                 tolerances=arguments.tolerances,
                 progress=not arguments.quiet,
             )
@@ -144,7 +161,9 @@ def _examine(arguments: argparse.Namespace) -> int:
     )
     for sentence in found.left_out:
         say(sentence)
-    return 1 if found.found or found.unreadable else 0
+    if found.wrong or found.unreadable:
+        return 1
+    return 3 if found.untried else 0
 
 
 def _interruption(interrupted: ExaminationInterrupted, file: str | None) -> str:

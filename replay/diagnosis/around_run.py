@@ -14,9 +14,11 @@ from torch import Tensor
 
 from capture.errors import CaptureError
 from capture.recording.record import record
+from capture.storage.capture_record import first_nonfinite
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.examinations import Diagnoses, diagnose
+from replay.diagnosis.modes import chosen_modes
 from replay.kernels.declared_arguments import original
 from replay.kernels.registered_functions import address_of
 from replay.kernels.registry import Kernel, KernelNameError, catalogue, find, of_function
@@ -35,6 +37,7 @@ def examine_run(
     sample: str = "hard",
     out: str | os.PathLike[str] | None = None,
     timeout: float = 300.0,
+    inside: str | Sequence[str] | None = None,
 ) -> Iterator[Diagnoses]:
     """Record the block's attention calls, then find out why a kernel is wrong on these calls.
 
@@ -45,6 +48,7 @@ def examine_run(
 
     Raises:
         KernelNameError: a kernel does not exist, or the list is empty.
+        ModeError: a mode is unknown or cannot be used here.
         CaptureError: as for `record`; also if the block made no call that could be recorded.
         RuntimeError, TypeError, ValueError: as for `record`, e.g. because a swap is active.
     """
@@ -55,6 +59,9 @@ def examine_run(
         )
     examined = [kernel for name in given for kernel in _kernels(name)]
     diagnoses = Diagnoses()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    in_process = any(_exists_only_in_this_process(kernel) for kernel in examined)
+    modes = chosen_modes(inside, has_gpu=device.type == "cuda", in_process=in_process)
     with contextlib.ExitStack() as stack:
         directory = Path(out or stack.enter_context(tempfile.TemporaryDirectory()))
         place = directory if out else directory / "captured_inputs"
@@ -63,13 +70,19 @@ def examine_run(
         if not recording.kept:
             raise CaptureError(f"there is nothing to examine: {'; '.join(recording.problems)}")
         workloads, _ = from_directory(place)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if not examined:
             examined = [CAPTURED, *_called(workloads)]
-        in_process = any(_exists_only_in_this_process(kernel) for kernel in examined)
         settings = Settings(device, "warm")
-        found = diagnose(workloads, examined, settings, timeout, in_process=in_process)
-        vars(diagnoses).update(vars(found))
+        diagnoses.first_nonfinite = first_nonfinite([recording.capture])
+        diagnose(
+            workloads,
+            examined,
+            settings,
+            timeout,
+            in_process=in_process,
+            inside=modes,
+            found=diagnoses,
+        )
 
 
 def _kernels(kernel: str | Attention | None) -> list[Kernel]:

@@ -11,6 +11,7 @@ from replay.accuracy.verdict import Expected, judge
 from replay.bench.settings import Settings
 from replay.diagnosis.hypotheses.memory import zeroed
 from replay.diagnosis.hypotheses.memory_layout import layout
+from replay.diagnosis.hypotheses.nonfinite import nonfinite_hidden
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.subject import Evidence, Subject
 from replay.kernels.registry import Kernel, catalogue, find
@@ -47,7 +48,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
     expected = Expected.of(call)
     verdict = judge(call.output, expected, accuracy_class, settings.tolerances)
     if verdict.passed:
-        return None, ""
+        return nonfinite_hidden(call, verdict.spoilt_rows), ""
     subject = Subject.of(
         call, call.output, lambda *_: None, accuracy_class, None, expected, verdict.sentence
     )

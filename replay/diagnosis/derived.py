@@ -57,6 +57,12 @@ def gathered(
     return replace(call.with_tensors(found), output=None)
 
 
+def padded_sizes(dim: int) -> list[int]:
+    """Return the sizes that kernels pad a head dimension to: multiples, and a power of two."""
+    whole = [-(-dim // step) * step for step in (8, 16, 32, 64, 128)]
+    return [*whole, 1 << dim.bit_length()]
+
+
 def changed(call: AttentionCall) -> AttentionCall:
     """Return the call with different values of equal size: -Q, K in reverse order, and -V.
 
@@ -75,6 +81,14 @@ def changed(call: AttentionCall) -> AttentionCall:
         stored[(0,) * stored.ndim] = first
     found.pop("output", None)
     return call.with_tensors(found)
+
+
+def write(target: AttentionCall, values: AttentionCall) -> None:
+    """Write the values of another call's inputs into a call's memory."""
+    given = values.tensors()
+    for name, tensor in target.tensors().items():
+        if name in given and name != "output":
+            narrow_expanded(tensor).copy_(narrow_expanded(given[name]))
 
 
 def part(call: AttentionCall, place: HeadRows) -> AttentionCall:

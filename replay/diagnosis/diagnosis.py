@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from capture.call.attention_call import Origin
+from replay.diagnosis.modes import Mode
 from replay.diagnosis.subject import Cause, Evidence
 
 REMEDIES: dict[str, str] = {
@@ -31,10 +32,26 @@ REMEDIES: dict[str, str] = {
     "layout": "this kernel with tensors in the layout that it reads: (B, H, S, D) or (B, S, H, D)",
     "head-dim": "this kernel with head_dim padded with zeros, and the scale of the original size",
     "too-large": "this kernel on parts of the call below the limit",
+    "nonfinite-hidden": "a kernel that skips hidden keys, or this one with zeros in their place",
     "nonfinite-input": "",
+    "cannot-be-captured": "this kernel outside the graph, or without host reads and other calls "
+    "that a capture forbids",
+    "other-stream": "this kernel with its work on the current stream, or on one that waits for it",
+    "stale-in-graph": "this kernel, once all that depends on its inputs is computed on the GPU",
+    "replay-differs": "this kernel outside the graph",
+    "compile-error": "this kernel as a custom operator (torch.library.custom_op), or excluded with "
+    "torch.compiler.disable",
+    "compile-differs": "this kernel as a custom operator (torch.library.custom_op), which "
+    "torch.compile does not trace",
+    "graph-break": "this kernel as a custom operator (torch.library.custom_op)",
     "unknown": "",
 }
 """Advice on replacing a kernel, by cause."""
+
+NONFINITE_INPUT: Cause = "nonfinite-input"
+"""Cause that lies in the model or an earlier call, not in a kernel."""
+COST_SPEED = frozenset({"graph-break"})
+"""Causes that slow a model down, but leave its output right."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +70,17 @@ class Diagnosis:
     sentence: str
     evidence: dict[str, Any] = field(default_factory=dict)
     instead: str = ""
+    tried: tuple[Mode, ...] = ("eager",)
+    """Modes in which the kernel ran on this call; the finding is about the last one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON, with null for NaN and infinity."""
         return {**asdict(self), "evidence": _plain(self.evidence)}
+
+    @property
+    def is_wrong(self) -> bool:
+        """False if the kernel is right, and only costs speed."""
+        return self.cause not in COST_SPEED
 
     @property
     def place(self) -> str:
@@ -79,6 +103,7 @@ def diagnosed(call: str, kernel: str, origin: Origin, evidence: Evidence) -> Dia
         None if evidence.place is None else evidence.place.head,
         evidence.sentence,
         evidence.numbers,
+        REMEDIES[evidence.cause],
     )
 
 

@@ -16,10 +16,17 @@ from capture.storage.json_data import shown
 from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
-from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed, way_to_fail
+from replay.diagnosis.diagnosis import (
+    NONFINITE_INPUT,
+    REMEDIES,
+    Diagnosis,
+    diagnosed,
+    way_to_fail,
+)
 from replay.diagnosis.diagnosis_text import paragraphs
 from replay.diagnosis.examine import failure
 from replay.diagnosis.hypotheses.stale import kept_from_earlier_calls
+from replay.diagnosis.modes import WHERE, Mode
 from replay.diagnosis.server import serve
 from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel, find
@@ -50,14 +57,23 @@ class Diagnoses:
     """Number of examined pairs of kernel and call."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reason for each kernel's first refusal of a call, by kernel."""
+    untried: dict[tuple[str, Mode], str] = field(default_factory=dict)
+    """Reason why a kernel could not be examined in a mode on a call, by kernel and mode."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Reason why a call could not be read, by call."""
     right: dict[str, list[str]] = field(default_factory=dict)
     """Names of the correct kernels, by call."""
     note: str = ""
     """Warning about how the recording was read; usually empty."""
+    first_nonfinite: str = ""
+    """Where the recorded run's values stop being finite; empty if unknown."""
     tell: Callable[[Diagnosis], None] = field(default=lambda diagnosis: None, repr=False)
     """Function that receives each diagnosis as it is made, before a replacement is known."""
+
+    @property
+    def wrong(self) -> list[Diagnosis]:
+        """Diagnoses of kernels that are wrong."""
+        return [each for each in self.found if each.is_wrong]
 
     @property
     def left_out(self) -> list[str]:
@@ -65,6 +81,10 @@ class Diagnoses:
         sentences = [self.note] if self.note else []
         sentences += [
             f"{kernel} does not run every call: {reason}" for kernel, reason in self.refused.items()
+        ]
+        sentences += [
+            f"{kernel} was not tried {WHERE[mode]} on some calls: {reason}"
+            for (kernel, mode), reason in self.untried.items()
         ]
         sentences += [
             f"{reason}; the other calls were examined" for reason in self.unreadable.values()
@@ -96,6 +116,7 @@ def diagnose(
     report: Progress = lambda workload, stage: None,
     *,
     in_process: bool = False,
+    inside: Sequence[Mode] = (),
     found: Diagnoses | None = None,
 ) -> Diagnoses:
     """Examine kernels on calls, and name a replacement for each wrong kernel.
@@ -103,10 +124,11 @@ def diagnose(
     Args:
         timeout: seconds without a message after which a kernel's process is killed.
         in_process: run the kernels in this process; a crashing kernel then ends the process.
+        inside: modes for kernels that are right in eager mode (`chosen_modes`).
         found: receives every result immediately, for callers who may be interrupted.
     """
     found = Diagnoses() if found is None else found
-    examiner = Examiner(settings, None if in_process else timeout)
+    examiner = Examiner(settings, None if in_process else timeout, inside)
     try:
         for kernel in kernels:
             for workload in workloads:
@@ -116,7 +138,7 @@ def diagnose(
                 examiner.examine(kernel, workload, found)
             examiner.close()
         by_name = {workload.name: workload for workload in workloads}
-        for name in dict.fromkeys(each.call for each in found.found):
+        for name in dict.fromkeys(each.call for each in found.wrong):
             report(by_name[name], "another kernel")
             _name_another(found, by_name[name], examiner)
         return found
@@ -125,16 +147,24 @@ def diagnose(
 
 
 def _name_another(found: Diagnoses, workload: Workload, examiner: Examiner) -> None:
-    """Write the name of a replacement into each diagnosis of a call."""
+    """Write the name of a replacement, or another remedy, into each diagnosis of a call."""
     name = workload.name
-    wrong = {each.kernel for each in found.found if each.call == name}
-    anywhere = {each.kernel for each in found.found}
-    right = [each for each in found.right.get(name, []) if each not in (CAPTURED.name, *anywhere)]
-    if not right:
-        right = [examiner.healthy([each for each in HEALTHY if each not in wrong], workload)]
+    of_call = [each for each in found.found if each.call == name]
+    if any(each.cause == NONFINITE_INPUT for each in of_call):  # no kernel can be right then
+        named = f"mend the model: its values are {found.first_nonfinite}"
+        if not found.first_nonfinite:
+            named = "record a run of the whole model to see where values stop being finite"
+    else:
+        wrong = {each.kernel for each in of_call}
+        anywhere = {each.kernel for each in found.found}
+        right = [
+            each for each in found.right.get(name, []) if each not in (CAPTURED.name, *anywhere)
+        ]
+        if not right:
+            right = [examiner.healthy([each for each in HEALTHY if each not in wrong], workload)]
+        named = f"{right[0]}, which is right on this call" if right[0] else ""
     for at, each in enumerate(found.found):
-        if each.call == name:
-            named = f"{right[0]}, which is right on this call" if right[0] else ""
+        if each.call == name and each.is_wrong:
             ways = "; or ".join(filter(None, (named, REMEDIES[each.cause])))
             found.found[at] = replace(each, instead=ways)
 
@@ -146,6 +176,7 @@ class _Answer(NamedTuple):
     diagnosis: Diagnosis | None = None
     refused: str = ""
     unreadable: str = ""
+    untried: str = ""
     died: bool = False
 
 
@@ -159,10 +190,14 @@ class Examiner:
 
     Args:
         timeout: seconds without a message after which a child is killed; None to use this process.
+        inside: modes for kernels that are right in eager mode.
     """
 
-    def __init__(self, settings: Settings, timeout: float | None) -> None:
+    def __init__(
+        self, settings: Settings, timeout: float | None, inside: Sequence[Mode] = ()
+    ) -> None:
         self._settings = settings
+        self._inside = inside
         self._processes: list[Process] = []
         if timeout is None:
             with torch.no_grad():
@@ -176,27 +211,43 @@ class Examiner:
         """True for ways to fail that a new process repeats, False for ways that it does not."""
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        """Examine a kernel on a call, and add the result to `found`."""
-        calls = self._calls
-        answer = self._answer(kernel, workload)
-        self._calls = 0 if answer.died else calls + 1
-        if answer.unreadable:
-            found.unreadable[workload.name] = answer.unreadable
-            return
-        diagnosis = answer.diagnosis
-        if diagnosis is not None and self._processes and not diagnosis.evidence.get("flickers"):
-            diagnosis = self._without_state(kernel, workload, diagnosis, calls)
-        found.add(workload.name, kernel.name, diagnosis, answer.refused)
+        """Examine a kernel on a call in each mode, and add the results to `found`.
+
+        A kernel that is wrong in eager mode is not examined in other modes.
+        """
+        tried: tuple[Mode, ...] = ()
+        for mode in ("eager", *self._inside):
+            calls = self._calls
+            answer = self._answer(kernel, workload, mode)
+            self._calls = 0 if answer.died else calls + 1
+            if answer.unreadable:
+                found.unreadable[workload.name] = answer.unreadable
+                return
+            if answer.untried:
+                found.untried.setdefault((kernel.name, mode), answer.untried)
+                continue
+            tried, diagnosis = (*tried, mode), answer.diagnosis
+            if diagnosis is not None:
+                is_fixed = diagnosis.cause == NONFINITE_INPUT or diagnosis.evidence.get("flickers")
+                if self._processes and not is_fixed:
+                    diagnosis = self._without_state(kernel, workload, diagnosis, calls, mode)
+                diagnosis = replace(diagnosis, tried=tried)
+            found.add(workload.name, kernel.name, diagnosis, answer.refused)
+            if mode == "eager" and (diagnosis is not None or answer.refused):
+                return
+            if mode == "graph" and diagnosis is not None:
+                self._processes[0].close()  # PyTorch cannot be used after a failed capture
+                self._calls = 0
 
     def _without_state(
-        self, kernel: Kernel, workload: Workload, diagnosis: Diagnosis, calls: int
+        self, kernel: Kernel, workload: Workload, diagnosis: Diagnosis, calls: int, mode: Mode
     ) -> Diagnosis:
         """Return the diagnosis of a new process, or that of state kept from earlier calls."""
         way = way_to_fail(diagnosis)
         if not calls:
             self._is_own[way] = True
         elif way not in self._is_own:
-            again = self._alone(kernel, workload)
+            again = self._alone(kernel, workload, mode)
             if again is not None and way_to_fail(again) != way:
                 return again
             self._is_own[way] = again is not None
@@ -204,21 +255,27 @@ class Examiner:
             return diagnosis
         evidence = kept_from_earlier_calls(calls, diagnosis.sentence)
         return replace(
-            diagnosis, cause=evidence.cause, sentence=evidence.sentence, evidence=evidence.numbers
+            diagnosis,
+            cause=evidence.cause,
+            sentence=evidence.sentence,
+            evidence=evidence.numbers,
+            instead=REMEDIES[evidence.cause],
         )
 
-    def _alone(self, kernel: Kernel, workload: Workload) -> Diagnosis | None:
+    def _alone(self, kernel: Kernel, workload: Workload, mode: Mode) -> Diagnosis | None:
         """Examine a kernel in a new process; None if it is right there in every repetition."""
-        answers = (self._answer(kernel, workload, is_alone=True) for _ in range(REPETITIONS))
+        answers = (self._answer(kernel, workload, mode, is_alone=True) for _ in range(REPETITIONS))
         try:
             return next((each.diagnosis for each in answers if each.diagnosis is not None), None)
         finally:
             self._processes[1].close()
 
-    def _answer(self, kernel: Kernel, workload: Workload, *, is_alone: bool = False) -> _Answer:
+    def _answer(
+        self, kernel: Kernel, workload: Workload, mode: Mode, *, is_alone: bool = False
+    ) -> _Answer:
         origin, answer, about = Origin(), _Answer(), (workload.name, kernel.name)
         try:
-            for message in self._ask("examine", [kernel], workload, is_alone=is_alone):
+            for message in self._ask("examine", [kernel], workload, mode, is_alone=is_alone):
                 with self._reading(is_alone):
                     if "origin" in message:
                         origin = rebuilt(Origin, message["origin"])
@@ -229,9 +286,10 @@ class Examiner:
                         diagnosis = None if given is None else rebuilt(Diagnosis, given)
                         if diagnosis and (diagnosis.call, diagnosis.kernel) != about:
                             raise ValueError(f"a finding about {shown(diagnosis.kernel)}")
-                        answer = _Answer(origin, diagnosis, message["refused"])
+                        reasons = {name: message[name] for name in ("refused", "untried")}
+                        answer = _Answer(origin, diagnosis, **reasons)
         except Died as death:
-            evidence = failure(death.status, str(death))
+            evidence = failure(death.status, str(death), WHERE[mode])
             return _Answer(
                 origin, diagnosed(workload.name, kernel.name, origin, evidence), died=True
             )
@@ -252,7 +310,13 @@ class Examiner:
         return ""
 
     def _ask(
-        self, do: str, kernels: Sequence[Kernel], workload: Workload, *, is_alone: bool = False
+        self,
+        do: str,
+        kernels: Sequence[Kernel],
+        workload: Workload,
+        mode: Mode = "eager",
+        *,
+        is_alone: bool = False,
     ) -> Iterator[dict[str, Any]]:
         """Yield the messages of `replay.diagnosis.server`."""
         if not self._processes:
@@ -261,7 +325,7 @@ class Examiner:
             def say(**message: Any) -> None:
                 messages.append(message)
 
-            serve(do, kernels, workload, self._settings, self._process_state, say)
+            serve(do, kernels, workload, self._settings, self._process_state, say, mode)
             yield from messages
             return
         for message in self._processes[is_alone].ask(
@@ -269,6 +333,7 @@ class Examiner:
             kernels=[kernel.name for kernel in kernels],
             workload=workload.source.to_json(),
             settings=self._settings.to_json(),
+            mode=mode,
         ):
             if "failed" in message:
                 raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])

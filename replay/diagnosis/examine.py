@@ -24,8 +24,9 @@ from replay.diagnosis.hypotheses.limits import too_large
 from replay.diagnosis.hypotheses.magnitudes import outlier_channel, overflow
 from replay.diagnosis.hypotheses.memory import flickering, flickers, unwritten, zeroed
 from replay.diagnosis.hypotheses.memory_layout import layout
+from replay.diagnosis.hypotheses.nonfinite import nonfinite_hidden, nonfinite_input
 from replay.diagnosis.hypotheses.order import late_sink
-from replay.diagnosis.hypotheses.others import kv_heads
+from replay.diagnosis.hypotheses.others import kv_heads, of_other_sequences
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.hypotheses.strides import strides
@@ -61,6 +62,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     kv_heads,
     head_dim,
     too_large,
+    of_other_sequences,
     zeroed,
 )
 """Hypotheses about the same values in dense memory, in the order of their tests.
@@ -77,6 +79,8 @@ class Examined(NamedTuple):
     evidence: Evidence | None = None
     refused: str = ""
     """Reason why the kernel refuses the call."""
+    untried: str = ""
+    """Reason why the kernel could not be examined."""
 
 
 def examine(
@@ -87,6 +91,8 @@ def examine(
     Raises:
         ContextLost: the kernel made the GPU, or this process, unusable.
     """
+    if found := nonfinite_input(call):
+        return Examined(found)
     if kernel is CAPTURED:
         return Examined(*examine_captured(call, settings))
     forms = Forms.of(call)
@@ -114,7 +120,8 @@ def examine(
     if found := stale(probe):
         return Examined(found)
     if status != "inaccurate":
-        return Examined()
+        spoilt_rows = 0 if checked.accuracy is None else checked.accuracy.spoilt_rows
+        return Examined(nonfinite_hidden(checked.call, spoilt_rows))
     expected = Expected.of(checked.call, checked.chosen)
     subject = Subject.of(
         checked.call,
@@ -159,10 +166,14 @@ def _cause(subject: Subject, expected: Expected, checked: CheckedKernel) -> Evid
     return evidence.at(subject.place)
 
 
-def failure(status: str, reason: str) -> Evidence:
-    """Return the evidence for a kernel that returned nothing."""
+def failure(status: str, reason: str, where: str = "") -> Evidence:
+    """Return the evidence for a kernel that returned nothing.
+
+    Args:
+        where: mode that the kernel ran in, in words; empty for eager mode.
+    """
     what = "it failed" if status == "error" else f"{status} while it ran"
-    return Evidence("unknown", f"{what}: {reason}", {"status": status})
+    return Evidence("unknown", f"{what}{where and ' '}{where}: {reason}", {"status": status})
 
 
 class _Keeping(InProcessJudge):

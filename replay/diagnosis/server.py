@@ -15,6 +15,8 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.diagnosis.captured import kernel_named
 from replay.diagnosis.diagnosis import diagnosed
 from replay.diagnosis.examine import examine
+from replay.diagnosis.examine_inside import examine_inside
+from replay.diagnosis.modes import Mode
 from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs
 from replay.isolation.process_state import ProcessState
@@ -25,7 +27,7 @@ from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Handle a request `{"do": "examine", …}` or `{"do": "find healthy", …}`.
+    """Handle a request `{"do": "examine", "mode": …, …}` or `{"do": "find healthy", …}`.
 
     Raises:
         ContextLost: a kernel made this process unusable.
@@ -35,7 +37,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     kernels = [kernel_named(name) for name in request["kernels"]]
     workload = Workload.of(source_from_json(request["workload"]))
     settings = Settings.from_json(request["settings"])
-    serve(request["do"], kernels, workload, settings, process_state, say)
+    serve(request["do"], kernels, workload, settings, process_state, say, request["mode"])
 
 
 @functools.cache
@@ -51,11 +53,13 @@ def serve(
     settings: Settings,
     process_state: ProcessState,
     say: Say,
+    mode: Mode = "eager",
 ) -> None:
     """Examine the only kernel on a call, or find the first kernel that is correct on it.
 
     Args:
         say: gets the results, and the kernel that runs next.
+        mode: mode to run the kernel in; all but eager need a kernel that is right in eager mode.
 
     Raises:
         ContextLost: a kernel made this process unusable.
@@ -70,11 +74,15 @@ def serve(
         if do == "examine":
             (kernel,) = kernels
             say(at=kernel.name)
-            evidence, refused = examine(kernel, call, settings, process_state)
+            if mode == "eager":
+                result = examine(kernel, call, settings, process_state)
+            else:
+                result = examine_inside(mode, kernel, call, settings, process_state)
             found = None
-            if evidence is not None:
-                found = diagnosed(workload.name, kernel.name, call.origin, evidence).to_json()
-            say(examined=found, refused=refused)
+            if result.evidence is not None:
+                about = (workload.name, kernel.name, call.origin)
+                found = diagnosed(*about, result.evidence).to_json()
+            say(examined=found, refused=result.refused, untried=result.untried)
             return
         forms, judge = Forms.of(call), InProcessJudge(call, thresholds=settings.tolerances)
         for kernel in kernels:
@@ -82,6 +90,8 @@ def serve(
             inputs = Inputs(*forms.all)
             checker = Checker(forms, inputs, process_state, judge, settings, WorkerOptions())
             checked = checker.check(kernel)
-            if checked.finding.status in ("ok", "not-timed") and not checked.changed_inputs:
+            spreads = checked.accuracy is not None and checked.accuracy.spoilt_rows
+            is_right = checked.finding.status in ("ok", "not-timed") and not spreads
+            if is_right and not checked.changed_inputs:
                 say(healthy=kernel.name)
                 return

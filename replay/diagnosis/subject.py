@@ -39,6 +39,14 @@ Cause = Literal[
     "head-dim",
     "too-large",
     "nonfinite-input",
+    "nonfinite-hidden",
+    "cannot-be-captured",
+    "other-stream",
+    "stale-in-graph",
+    "replay-differs",
+    "compile-error",
+    "compile-differs",
+    "graph-break",
     "unknown",
 ]
 

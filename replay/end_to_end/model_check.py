@@ -37,7 +37,7 @@ from replay.end_to_end.model_process import (
 from replay.end_to_end.predicted_times import RUN, Clocked, PredictedTime
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
 from replay.end_to_end.undisturbed_times import by_round, delayed
-from replay.rows.row import KernelId, Row, Speedup, Status, TimeSummary
+from replay.rows.row import CallFacts, KernelId, Row, Speedup, Status, TimeSummary
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import paired_speedup, summarize
 
@@ -164,7 +164,8 @@ def check(
         rows: rows of a replay of that recording, including the kernel `OWN`.
         rounds: timed runs of each variant; None for as many runs as fit into `ROUNDS_SECONDS`.
         text: for language models, a text to compute perplexity on.
-        kernel_at: kernel of each module and phase, by the name of each variant that is a plan.
+        kernel_at: kernel of each module, phase and key length, by the name of each variant that is
+            a plan.
         save_output: a directory for pictures and texts of every variant.
 
     Raises:
@@ -278,7 +279,7 @@ def _checked(
         checked.log = arm.failure.log
         return checked
     choose = kernel_at.get(name) or everywhere(arm.variant.kernel_id)
-    mine = [row for row in rows if row.id == choose(row.call.module, row.call.phase)]
+    mine = [row for row in rows if row.id == _at(choose, row.call)]
     checked.changed_inputs = sorted({each for row in mine for each in row.changed_inputs})
     _fill_in_runs(checked, arm, own)
     if arm is own:
@@ -299,6 +300,10 @@ def _checked(
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
+
+
+def _at(choose: KernelAt, call: CallFacts) -> KernelId:
+    return choose(call.module, call.phase, call.shape.kv_len)
 
 
 def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:

@@ -38,8 +38,8 @@ from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 
-KernelAt = Callable[[str, str], KernelId]
-"""Function from module and phase to the kernel used there."""
+KernelAt = Callable[[str, str, int], KernelId]
+"""Function from module, phase and key length to the kernel used there."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Prediction:
 
 def everywhere(kernel: KernelId) -> KernelAt:
     """Use the same kernel at every module."""
-    return lambda module, phase: kernel
+    return lambda module, phase, kv_len: kernel
 
 
 def predict(
@@ -75,8 +75,8 @@ def predict(
         census: census of one run, as `capture.hooks.census.Census.to_json` writes it.
         rows: rows of a replay of the same recording and model. A kernel of another environment is
             compared with the baseline in that environment, if the replay includes it.
-        kernel_at: the kernel of each module and phase (`everywhere` for the same kernel at all
-            modules).
+        kernel_at: the kernel of each module, phase and key length (`everywhere` for the same
+            kernel at all modules).
         baseline: the kernel that the model itself uses.
         run: one full run with the baseline.
         phases: one forward of each measured phase with the baseline.
@@ -90,7 +90,9 @@ def predict(
     calls = replayed.timed(baseline)
     if not calls:
         raise ValueError(f"{baseline} was timed on none of the replayed calls")
-    chosen = [(each, kernel_at(each.module, each.phase)) for each in match(census, calls)]
+    chosen = [
+        (each, kernel_at(each.module, each.phase, each.kv_len)) for each in match(census, calls)
+    ]
     cost_model = CostModel(replayed, baseline, seed, phases)
     predicted = {}
     for phase, clocked in phases.items():

@@ -15,6 +15,9 @@ from replay.rows.row import Status
 
 LONGEST_REASON = 500
 
+ADVICE = re.compile(r"\n(Search for `cuda|CUDA kernel errors might).*", re.DOTALL)
+"""General advice that PyTorch appends to each CUDA error."""
+
 NEEDED = re.compile(r"[Tt]ried to allocate (?P<needed>[\d.]+ (?:bytes|[KMGT]iB))")
 FREE = re.compile(r"total capacity of (?P<all>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free")
 
@@ -46,7 +49,7 @@ def classify(error: BaseException) -> Finding:
     """
     if isinstance(error, KeyboardInterrupt):
         raise error
-    message, place, is_own = _message(error).strip(), *_place(error)
+    message, place, is_own = ADVICE.sub("", _message(error)).strip(), *_place(error)
     # A library's long message starts with the cause, so one line is enough. For a user's own code,
     # keep the whole message.
     line = " ".join(message.split()) if is_own else message.partition("\n")[0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from capture.text.counted import counted
 from replay.patch.planned_modules import NOT_PLANNED
+from replay.plan.key_lengths import KeyLengths
 
 
 @dataclass
@@ -46,6 +48,12 @@ class Swap:
     """Reason of these calls: `not in the plan`, `not in the module` or `in another thread`."""
     missing: list[str] = field(default_factory=list)
     """Modules that the plan names but the model does not have."""
+    planned_lengths: Sequence[KeyLengths] = ()
+    """Key lengths that the plan was made for; empty for any length."""
+    other_lengths: KeyLengths | None = None
+    """Range of the handled calls' key lengths that the plan was not made for."""
+    with_other_lengths: int = 0
+    """Number of these calls."""
 
     @property
     def hits(self) -> int:
@@ -58,6 +66,22 @@ class Swap:
         for tally in self.kernels.values():
             counts += tally.fallbacks
         return counts
+
+    def count_length(self, kv_len: int) -> None:
+        """Count a handled call if the plan was not made for its key length."""
+        if not self.planned_lengths:
+            return
+        if any(low <= kv_len <= high for low, high in self.planned_lengths):
+            return
+        low, high = self.other_lengths or (kv_len, kv_len)
+        self.other_lengths = KeyLengths(min(low, kv_len), max(high, kv_len))
+        self.with_other_lengths += 1
+
+    @property
+    def on_other_lengths(self) -> str:
+        """Sentence about calls with other key lengths."""
+        calls = counted(self.with_other_lengths, "call")
+        return f"{calls} had key lengths that the plan was not made for ({self.other_lengths})"
 
     @property
     def layout_copies(self) -> int:
@@ -73,6 +97,8 @@ class Swap:
         if self.in_graphs:
             calls = ", ".join(f"{count} × {name}" for name, count in self.in_graphs.items())
             lines.append(f"in compiled graphs, not answered: {calls}")
+        if self.other_lengths is not None:
+            lines.append(self.on_other_lengths)
         if self.missing:
             lines.append(f"not in the model: {', '.join(self.missing)}")
         return "\n".join(lines)

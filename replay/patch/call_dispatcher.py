@@ -22,7 +22,7 @@ from replay.isolation.output_form import malformed
 from replay.kernels.registry import Kernel
 from replay.patch.call_counts import CallCounts, Swap
 from replay.patch.custom_op import costs_reshape, laid_out
-from replay.patch.planned_modules import NOT_PLANNED
+from replay.patch.planned_modules import NOT_PLANNED, key_length
 
 Around = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -147,7 +147,7 @@ class CallDispatcher:
                 wrong = malformed(output, AttentionCall(**arguments.fields()))
                 raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
             form.output, form.costs_reshape = output_form, costs_reshape(output, arguments.query)
-        self._count(name, arguments.entry_point, hits=1)
+        self._count(name, arguments.entry_point, hits=1, kv_len=key_length(arguments))
         return output, form
 
     def _form(self, name: str, arguments: Arguments) -> _CallForm:
@@ -182,10 +182,19 @@ class CallDispatcher:
         return form
 
     def _count(
-        self, name: str, entry_point: str, *, hits: int = 0, fallback: str = "", copies: int = 0
+        self,
+        name: str,
+        entry_point: str,
+        *,
+        hits: int = 0,
+        kv_len: int = 0,
+        fallback: str = "",
+        copies: int = 0,
     ) -> None:
         swap = self._swap
         with self._counting:
+            if hits:
+                swap.count_length(kv_len)
             if entry_point not in swap.entry_points:
                 swap.entry_points[entry_point] = CallCounts()
             tallies = [swap.entry_points[entry_point]]

@@ -26,12 +26,14 @@ import torch
 from torch import nn
 
 from attention_replay.errors import Error
+from capture.call.pages import kv_len as length_in_pages
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import roots_of
 from capture.hooks.phases import ModuleRole, deciding
+from replay.plan.key_lengths import KernelsByLength, kernel_for
 
-Choices = Mapping[str, str]
-"""Kernel of each phase at one module."""
+Choices = Mapping[str, KernelsByLength]
+"""Kernels of each phase at one module."""
 
 NOT_PLANNED = "not in the plan"
 BY_LENGTH = "prefill or decode"
@@ -59,7 +61,22 @@ def kernel_here(arguments: Arguments) -> str | None:
     if phase == BY_LENGTH:
         one_query = arguments.query.shape[-2] == 1 and arguments.key.shape[-2] > 1
         phase = "decode" if one_query else "prefill"
-    return _running.choices[-1].get(phase, NOT_PLANNED)
+    kernels = _running.choices[-1].get(phase)
+    if not kernels:
+        return NOT_PLANNED
+    # Nested tensors have no single length; the only or the first kernel refuses them.
+    return kernel_for(key_length(arguments), kernels) if len(kernels) > 1 else kernels[0][1]
+
+
+def key_length(arguments: Arguments) -> int:
+    """Return a call's number of keys as a recording counts it; 0 for nested tensors."""
+    if arguments.key.is_nested:
+        return 0
+    length = arguments.key.shape[-2]
+    if arguments.page_table is None:
+        return length
+    is_packed = arguments.cu_seqlens_q is not None
+    return length_in_pages(arguments.page_table.shape, length, is_packed=is_packed)
 
 
 @contextlib.contextmanager
@@ -80,7 +97,7 @@ def chosen_inside(watched: Any, kernel: str) -> Iterator[None]:
         for module in _uncompiled(root).modules()
         if _may_attend(module)
     }
-    choices = {"encode": kernel}  # the phase of all calls, because no phase is entered
+    choices = {"encode": ((0, kernel),)}  # the phase of all calls, because no phase is entered
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
@@ -95,7 +112,7 @@ class PlannedModules:
     """Modules of a model that a plan names.
 
     Args:
-        choices: the kernel of each phase, by module path.
+        choices: the kernels of each phase, by module path.
         watched: a module, a pipeline, or a dict of name → module; by default, all live modules
             with these paths. Paths match with or without a leading component name.
 

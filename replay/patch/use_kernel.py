@@ -108,7 +108,7 @@ def use_plan(
     trust_code: bool = False,
     around: Around = contextlib.nullcontext,
 ) -> Iterator[Swap]:
-    """Run attention calls with the kernel that a plan chose for their module and phase.
+    """Run attention calls with the kernel that a plan chose for their module, phase and key length.
 
     In all other respects, this function works like `use_kernel`. Calls from other modules go to the
     model's own attention and are counted as not in the plan. The model must already be built, and
@@ -135,6 +135,10 @@ def use_plan(
         KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
         RuntimeError: another swap, or a recording, is active.
 
+    Warns:
+        UserWarning: at the end of the block, if no kernel handled a call, or if calls had key
+            lengths that the plan was not made for; they ran the kernel of the nearest range.
+
     Example:
         >>> with use_plan("plan.json") as swap:
         ...     pipe("a panda playing guitar")
@@ -142,11 +146,8 @@ def use_plan(
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    choices: dict[str, dict[str, str]] = {}
-    for choice in plan.choices:
-        choices.setdefault(choice.module, {})[choice.phase] = choice.kernel
     # Modules are looked up before the device, because their weights determine it.
-    places = PlannedModules(choices, module)
+    places = PlannedModules(plan.by_module, module)
     misfit = mismatch(plan.device, types_at_hand(places.devices))
     if misfit and not any_device:
         raise PlanError(
@@ -160,8 +161,10 @@ def use_plan(
         )
     names = dict.fromkeys(choice.kernel for choice in plan.choices)
     with _in_place(names, kernel_here, around, NOT_PLANNED) as swap, places.followed():
-        swap.missing = places.missing
+        swap.missing, swap.planned_lengths = places.missing, plan.kv_lens
         yield swap
+    if swap.other_lengths is not None:
+        warnings.warn(f"{swap.on_other_lengths}: record such a run and plan again", stacklevel=3)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,8 @@ from attention_replay.errors import Error
 from capture.call.shape import Shape
 from capture.hooks.phases import RECOMPUTE
 from capture.recording.sampling import PHASES
+from replay.plan.key_lengths import REACH
 from replay.rows.row import CallFacts, KernelId, Mask, Row
-
-REACH = 1.25
-"""Maximum ratio between a key length and the nearest replayed one for the two to share a time.
-
-Times are not extrapolated, because the slope between two nearby lengths is mostly noise.
-"""
 
 
 class CensusError(Error):
@@ -33,6 +28,7 @@ class Counted:
     """Number of calls per run of the model."""
     shares: Mapping[str, float]
     """Shares of the replayed calls, by name, with a sum of 1; empty if no replayed call matches."""
+    kv_len: int
 
 
 def match(
@@ -72,8 +68,9 @@ def match(
         ]
         own = [call for call in pool if call.module == row["module"]]
         pools = (own, pool) if own_first else (pool,)
-        shares = _shares(pools, signature["key"][-2]) if pool else {}
-        counted.append(Counted(row["module"], row["phase"], row["calls"], shares))
+        kv_len = signature["key"][-2]
+        shares = _shares(pools, kv_len) if pool else {}
+        counted.append(Counted(row["module"], row["phase"], row["calls"], shares, kv_len))
     return counted
 
 

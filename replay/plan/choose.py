@@ -1,16 +1,21 @@
 """Maker of plans: for every layer, the fastest kernel within an error budget.
 
 Errors depend on values, which differ between layers, so a layer's errors come from its own calls.
-Times depend on sizes, so times are pooled over all layers with matching calls.
+Times depend on sizes, so times are pooled over all layers with matching calls. A layer whose
+recorded calls differ in their key lengths has a choice for each range of lengths; neighbouring
+ranges with the same kernel become one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from replay.plan.call_matching import Counted, RowsByCall, match
+from replay.plan.key_lengths import KeyLengths, index_of, ranges_of
 from replay.plan.plan import METRICS, Budget, LayerChoice, Plan, PlanError, Worst
 from replay.plan.plan_device import measured_on
 from replay.rows.row import HERE, KernelId, Row, Status
@@ -66,18 +71,20 @@ def choose(
     """
     rows = list(rows)
     layers, device = _layers(rows, census, baseline), _device(rows)
-    costs = [[_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
-    left_out = _left_out([_best(*each) for each in zip(layers, costs, strict=True)])
+    parts = [part for layer in layers for part in _parts(layer)]
+    costs = [[_cost(part, kernel, budget) for kernel in part.kernels] for part in parts]
+    left_out = _left_out([_best(*each) for each in zip(parts, costs, strict=True)])
 
     def plan(excluded: Collection[str]) -> Plan:
-        choices = []
-        for layer, (own, *others) in zip(layers, costs, strict=True):
+        best = []
+        for part, (own, *others) in zip(parts, costs, strict=True):
             allowed = [
                 cost
                 for cost in others
                 if cost.choice.kernel not in excluded and not cost.overwrites
             ]
-            choices.append(_best(layer, [own, *allowed]).choice)
+            best.append((part, _best(part, [own, *allowed]).choice))
+        choices = list(_joined(best, budget))
         return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out, device)
 
     # Exclusive kernels matter only if the best plan uses several of them.
@@ -180,8 +187,8 @@ class _Layer:
     """Names of all kernels, with the baseline first."""
     replayed: RowsByCall
     counted: list[Counted]
-    captured: list[str]
-    """Names of the layer's own recorded calls."""
+    captured: dict[str, int]
+    """Key lengths of the layer's own recorded calls, by name."""
 
     def row(self, call: str, kernel: str) -> Row | None:
         return self.replayed.row(call, KernelId(kernel))
@@ -198,17 +205,44 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
         raise PlanError(f"no replayed call has a baseline time: add {baseline} to --kernels")
     ((model, weights),) = models
     kernels = list(dict.fromkeys([baseline, *(row.kernel for row in rows)]))
-    captured: dict[tuple[str, str], dict[str, None]] = {}
+    captured: dict[tuple[str, str], dict[str, int]] = {}
     for row in rows:
-        captured.setdefault((row.call.module, row.call.phase), {})[row.call.name] = None
+        own = captured.setdefault((row.call.module, row.call.phase), {})
+        own[row.call.name] = row.call.shape.kv_len
     layers: dict[tuple[str, str], _Layer] = {}
     for counted in match(census, replayed.timed(KernelId(baseline)), own_first=False):
         site = (counted.module, counted.phase)
         if site not in layers:
-            own = list(captured.get(site, ()))
+            own = captured.get(site, {})
             layers[site] = _Layer(model, weights, *site, baseline, kernels, replayed, [], own)
         layers[site].counted.append(counted)
     return list(layers.values())
+
+
+def _parts(layer: _Layer) -> list[_Layer]:
+    """Split a layer into one part for each range of its recorded key lengths."""
+    ranges = ranges_of(layer.captured.values())
+    if len(ranges) < 2:
+        return [layer]
+    parts = [replace(layer, counted=[], captured={}) for _ in ranges]
+    for counted in layer.counted:
+        parts[index_of(counted.kv_len, ranges)].counted.append(counted)
+    for call, kv_len in layer.captured.items():
+        parts[index_of(kv_len, ranges)].captured[call] = kv_len
+    return [part for part in parts if part.counted]
+
+
+def _joined(choices: Sequence[tuple[_Layer, LayerChoice]], budget: Budget) -> Iterator[LayerChoice]:
+    """Join neighbouring parts of a layer that have the same kernel."""
+    alike = attrgetter("module", "phase", "kernel", "inside")
+    for (_, _, kernel, _), group in groupby(choices, key=lambda each: alike(each[1])):
+        parts, found = zip(*group, strict=True)
+        if len(parts) == 1:
+            yield found[0]
+            continue
+        counted = [counted for part in parts for counted in part.counted]
+        captured = {call: kv_len for part in parts for call, kv_len in part.captured.items()}
+        yield _cost(replace(parts[0], counted=counted, captured=captured), kernel, budget).choice
 
 
 def _device(rows: Iterable[Row]) -> str:
@@ -227,6 +261,7 @@ def _cost(layer: _Layer, kernel: str, budget: Budget) -> _Cost:
     status, reason = _status(layer, kernel)
     worst = _worst(layer, kernel)
     calls, before_ms = _known(layer)
+    kv_lens = [counted.kv_len for counted in layer.counted]
     saved_ms = 0.0 if status == "unsupported" else _saved_ms(layer, kernel)
     if status not in ("ok", "unsupported", None) and kernel != layer.baseline:
         saved_ms = None
@@ -243,6 +278,7 @@ def _cost(layer: _Layer, kernel: str, budget: Budget) -> _Cost:
         saved_ms=saved_ms or 0.0,
         calls=sum(counted.calls for counted in layer.counted),
         captured=len(layer.captured),
+        kv_lens=KeyLengths(min(kv_lens), max(kv_lens)),
     )
     rows = filter(None, (layer.row(call, kernel) for call in layer.captured))
     overwrites = tuple(sorted({name for row in rows for name in row.overwrites}))

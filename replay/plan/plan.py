@@ -1,22 +1,35 @@
 """Plan, which names a kernel for each layer, and the error budget of the plan.
 
-A layer is a module in a phase. `replay.plan.choose` makes plans, `replay.use_plan` applies them.
+A layer is a module in a phase. If its calls differ in their key lengths, it may have a kernel for
+each range of lengths (`replay.plan.key_lengths`). `replay.plan.choose` makes plans,
+`replay.use_plan` applies them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown
+from replay.plan.key_lengths import (
+    KernelsByLength,
+    KeyLengths,
+    kernel_for,
+    kernels_by_length,
+    within_reach,
+)
 from replay.rows.meaning import COSINE_NOISE
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row_files import plain, rebuilt
 
-FORMAT = "attention-replay-plan/1"
+FORMAT = "attention-replay-plan/2"
+READABLE = (FORMAT, "attention-replay-plan/1")
+"""Formats that can be read. In format 1, a layer has one kernel for all lengths."""
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
 """Metrics that a budget can limit, with example limits: a minimum for cosine, maxima otherwise."""
@@ -96,7 +109,7 @@ class Worst:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Choice of a plan for one layer."""
+    """Choice of a plan for one layer, or for a range of its key lengths."""
 
     module: str
     phase: str
@@ -114,6 +127,8 @@ class LayerChoice:
     """Number of calls per run of the model."""
     captured: int
     """Number of the layer's calls that were recorded and replayed."""
+    kv_lens: KeyLengths | None = None
+    """Key lengths of the calls; None in plans of format 1, and without calls."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +145,32 @@ class Plan:
     device: str = ""
     """Type of device that the plan was measured on (`replay.plan.plan_device`), or empty."""
 
-    def kernel_at(self, module: str, phase: str) -> str:
-        """Return the name of a layer's kernel."""
-        for choice in self.choices:
-            if (choice.module, choice.phase) == (module, phase):
-                return choice.kernel
-        return self.baseline
+    def kernel_at(self, module: str, phase: str, kv_len: int) -> str:
+        """Return the name of the kernel for a layer's calls of a key length."""
+        kernels = self.by_module.get(module, {}).get(phase)
+        return kernel_for(kv_len, kernels) if kernels else self.baseline
+
+    @functools.cached_property
+    def by_module(self) -> Mapping[str, Mapping[str, KernelsByLength]]:
+        """Kernels by module and phase.
+
+        Raises:
+            ValueError: two choices are for the same lengths of a layer.
+        """
+        layers: dict[tuple[str, str], list[tuple[KeyLengths, str]]] = {}
+        for each in self.choices:
+            lengths = each.kv_lens or KeyLengths(0, 0)
+            layers.setdefault((each.module, each.phase), []).append((lengths, each.kernel))
+        found: dict[str, dict[str, KernelsByLength]] = {}
+        for (module, phase), kernels in layers.items():
+            found.setdefault(module, {})[phase] = kernels_by_length(kernels)
+        return found
+
+    @property
+    def kv_lens(self) -> list[KeyLengths]:
+        """Key lengths that the plan was made for; empty if it does not name any."""
+        named = [each.kv_lens for each in self.choices if each.kv_lens is not None]
+        return within_reach(named) if len(named) == len(self.choices) else []
 
     @property
     def kernels(self) -> list[str]:
@@ -189,7 +224,7 @@ class Plan:
             raise PlanError(f"cannot read the plan {path} ({error.strerror}): {HOW}") from error
         except ValueError as error:
             raise PlanError(f"{path} is not a plan (not valid JSON): {HOW}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        if not isinstance(data, dict) or data.get("format") not in READABLE:
             found = data.get("format") if isinstance(data, dict) else None
             raise PlanError(f"{path} is not a plan (format {shown(found)}, not {FORMAT!r}): {HOW}")
         try:
@@ -203,6 +238,7 @@ class Plan:
                 dict(data["left_out"]),
                 data["device"],
             )
+            plan.by_module  # noqa: B018 - raises if ranges overlap
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
         # Names are passed on to kernels and modules, so refuse a plan whose names are not strings.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -28,7 +28,8 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     """Print a plan and its savings, then the savings of using one kernel at every layer.
 
     Layers with the same kernel share a line, such as `blocks.0-29.attn1`, if their modules differ
-    only in a number. The line shows the mean time over their calls and the worst error.
+    only in a number. The line shows the mean time over their calls and the worst error. A layer
+    that has several kernels has a line for each range of key lengths.
     """
     metric = plan.budget.metric
     console.print()
@@ -36,16 +37,18 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
+    divided = _divided(plan.choices)
     # Merge layers with equal choices, so that the table of a large model fits on a screen.
     for name, choices in fold(plan.choices):
         first = choices[0]
+        lengths = f", {first.kv_lens}" if _layer(first) in divided else ""
         style = "" if first.inside else "yellow" if first.covered else "dim"
         table.add_row(
             *(
                 Text(cell, style)
                 for cell in (
                     _at_dots(name, NAME_WIDTH) or "(no module)",
-                    printable(first.phase),
+                    printable(first.phase) + lengths,
                     first.kernel,
                     _mean_ms(choices, lambda choice: choice.time_ms),
                     _mean_ms(choices, lambda choice: choice.baseline_ms),
@@ -69,13 +72,14 @@ def fold(choices: Sequence[LayerChoice]) -> list[tuple[str, list[LayerChoice]]]:
     A merged name, such as `blocks.0-3,7.attn1`, stands for exactly the merged layers.
     """
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
+    divided = _divided(choices)
     # Start at the end of the path, where layer indices follow indices of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
         mergeable: dict[object, list[tuple[tuple[str, ...], list[LayerChoice]]]] = {}
         for parts, members in groups:
             is_numbered = parts[position : position + 1] and parts[position].isdigit()
             rest = (*parts[:position], None, *parts[position + 1 :]) if is_numbered else parts
-            mergeable.setdefault((_kind(members[0]), rest), []).append((parts, members))
+            mergeable.setdefault((_kind(members[0], divided), rest), []).append((parts, members))
         groups = [_merged(each, position) for each in mergeable.values()]
     return [(".".join(parts), members) for parts, members in groups]
 
@@ -91,8 +95,18 @@ def _merged(
     return name, [choice for _, each in groups for choice in each]
 
 
-def _kind(choice: LayerChoice) -> tuple[object, ...]:
-    return (choice.phase, choice.kernel, choice.covered, choice.inside)
+def _kind(choice: LayerChoice, divided: Collection[tuple[str, str]]) -> tuple[object, ...]:
+    lengths = choice.kv_lens if _layer(choice) in divided else None
+    return (choice.phase, choice.kernel, choice.covered, choice.inside, lengths)
+
+
+def _layer(choice: LayerChoice) -> tuple[str, str]:
+    return choice.module, choice.phase
+
+
+def _divided(choices: Sequence[LayerChoice]) -> set[tuple[str, str]]:
+    """Return the layers that have a choice for each range of key lengths."""
+    return {layer for layer, number in Counter(map(_layer, choices)).items() if number > 1}
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str]) -> FittedTable:
@@ -136,9 +150,9 @@ def _figure(figure: float, budget: Budget) -> str:
 
 
 def _total(plan: Plan) -> Text:
-    used = Counter(choice.kernel for choice in plan.choices)
+    used = Counter(kernel for kernel, *_ in {(each.kernel, _layer(each)) for each in plan.choices})
     counts = ", ".join(f"{kernel} at {count}" for kernel, count in used.most_common())
-    layers = len(plan.choices)
+    layers = len({_layer(choice) for choice in plan.choices})
     return Text(
         f"{plan.saved_ms:.4g} ms of attention saved per run (predicted); "
         f"{counted(layers, 'layer')}: {counts}",
@@ -148,16 +162,17 @@ def _total(plan: Plan) -> Text:
 
 def _notes(plan: Plan) -> list[str]:
     notes = [f"{kernel} left out: {reason}" for kernel, reason in plan.left_out.items()]
+    layers = len({_layer(choice) for choice in plan.choices})
     missing = sum(not choice.covered for choice in plan.choices)
     if missing:
         notes.append(
-            f"{missing} of {len(plan.choices)} layers were not captured and keep {plan.baseline}: "
+            f"{missing} of {layers} layers were not captured and keep {plan.baseline}: "
             "record them too, with a larger --max, or --modules '*' for other components"
         )
-    outside = sum(choice.covered and not choice.inside for choice in plan.choices)
+    outside = len({_layer(each) for each in plan.choices if each.covered and not each.inside})
     if outside:
         notes.append(
-            f"{outside} of {len(plan.choices)} layers have no kernel within {plan.budget} and keep "
+            f"{outside} of {layers} layers have no kernel within {plan.budget} and keep "
             f"{plan.baseline}"
         )
     return notes

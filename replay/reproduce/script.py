@@ -227,8 +227,9 @@ def restored(values, size, stride, order):
     if order:
         values = values.permute([order.index(dim) for dim in range(4)])
     sizes = [1 if step == 0 else length for length, step in zip(size, stride)]
-    memory = torch.empty_strided(sizes, stride, dtype=values.dtype, device=DEVICE)
-    return memory.copy_(values).expand(size)
+    last = sum(step * (length - 1) for length, step in zip(sizes, stride))
+    memory = torch.empty(last + 1 if values.numel() else 0, dtype=values.dtype, device=DEVICE)
+    return memory.fill_(1).as_strided(sizes, stride).copy_(values).expand(size)
 
 
 def fails(output, limits):

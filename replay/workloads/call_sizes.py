@@ -50,7 +50,7 @@ class Sizes:
                 f"-hq {self.q_heads} is not a multiple of -hk {self.kv_heads}: "
                 "every key/value head serves the same number of query heads"
             )
-        # There are no more key heads than query heads.
+        # Keys have at most as many heads as queries, so the queries' heads limit both.
         rows = self.batch * self.q_heads * self.longest
         if rows * max(self.head_dim, self.v_head_dim) > LARGEST:
             raise ShapeError("too large for any machine: give smaller sizes")

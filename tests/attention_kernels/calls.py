@@ -1,7 +1,5 @@
 """Calls and checks that tests of several kernels share, on a GPU or on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -129,8 +127,7 @@ def assert_near(output: Tensor, expected: Tensor) -> None:
 
 
 def watched_rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """Give decode calls memory for parts that is filled with NaN and counters that are zero. Return
-    both for each call."""
+    """Give decode calls parts full of NaN and counters of zero, and return both for each."""
     rooms: list[tuple[Tensor, Tensor]] = []
 
     def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:

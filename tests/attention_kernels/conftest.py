@@ -1,7 +1,5 @@
 """Fixtures of the tests of our kernels; `tests/conftest.py` sets up how the kernels run."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 
@@ -12,8 +10,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*/test_*.p
 
 @pytest.fixture(scope="module", params=["as small", "as large"])
 def size(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run tests with loads as in small calls, through pointers, and with loads as in large
-    calls."""
+    """Run tests with loads as in small calls, through pointers, and as in large calls."""
     from attention_kernels.launch.launcher import PlanCache
     from attention_kernels.portable import forward
 

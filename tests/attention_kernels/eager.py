@@ -1,7 +1,5 @@
 """Expected results of our kernels, computed by the textbook formula in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -15,8 +13,7 @@ class Attended(NamedTuple):
     output: Tensor
     """(B, Hq, Sq, Dv) float64."""
     lse: Tensor
-    """(B, Hq, Sq) float64: natural logarithm of each row's sum of exponentials, -inf when every
-    key is masked."""
+    """(B, Hq, Sq) float64: log of each row's sum of exponentials, -inf if all keys are masked."""
 
 
 def scores(

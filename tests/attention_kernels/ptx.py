@@ -5,8 +5,6 @@ between threads, and branches that all threads or no threads take. Other functio
 and search the compiled programs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -29,8 +27,7 @@ def _larger(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pair(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that packs two float32 into one register of a 16-bit type, the second in
-    its lower half."""
+    """Return a function that packs two float32 into 16 bits each, the second in the lower half."""
 
     def convert(high: Tensor, low: Tensor) -> Tensor:
         upper, lower = (each.to(dtype).view(torch.int16).long() & 0xFFFF for each in (high, low))

@@ -1,11 +1,8 @@
 """The prefill and decode kernels with options beyond SDPA pass the replay's judge."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from replay.accuracy.errors import compare
 from replay.kernels.registry import find
 from tests.attention_kernels import calls
 from tests.attention_kernels.calls import DEVICE, LOADS, call_of, lengths, normal, offsets
-from tests.replay.kernels.pairwise import pairwise
+from tests.replay.kernels.pairwise import each_pair
 from tests.variant_calls import paged_call
 
 # An overflow is harmless: the tanh of a large score is still 1.
@@ -48,24 +45,14 @@ WINDOWS: list[Window] = [
 SIZES = [(200, 200), (70, 290), (290, 70), (1, 200)]
 
 
-@pytest.mark.usefixtures("size")
-@pytest.mark.parametrize(
-    ("sizes", "window", "bottom_right", "size"),
-    pairwise(product(SIZES, WINDOWS, [False, True], LOADS)),
-    indirect=["size"],
-)
+@each_pair("size", sizes=SIZES, window=WINDOWS, bottom_right=[False, True], size=LOADS)
 def test_windows(sizes: tuple[int, int], window: Window, bottom_right: bool) -> None:
     is_causal = window[1] is None
     variant = AttentionVariant(bottom_right, window)
     verify("triton-fa2", call_of(*sizes, is_causal=is_causal, variant=variant))
 
 
-@pytest.mark.usefixtures("size")
-@pytest.mark.parametrize(
-    ("softcap", "scale", "size"),
-    pairwise(product([0.3, 30.0], [None, -4.0], LOADS)),
-    indirect=["size"],
-)
+@each_pair("size", softcap=[0.3, 30.0], scale=[None, -4.0], size=LOADS)
 def test_soft_caps(softcap: float, scale: float | None) -> None:
     variant = AttentionVariant(softcap=softcap)
     verify("triton-fa2", call_of(100, 200, scale=scale, is_causal=True, variant=variant))
@@ -78,11 +65,8 @@ def test_a_soft_cap_stands_before_the_mask() -> None:
         verify("triton-fa2", call_of(100, 200, attn_mask=mask, variant=variant))
 
 
-@pytest.mark.usefixtures("size")
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "size"),
-    pairwise(product([torch.float16, torch.bfloat16, torch.float32], [64, 80], LOADS)),
-    indirect=["size"],
+@each_pair(
+    "size", dtype=[torch.float16, torch.bfloat16, torch.float32], head_dim=[64, 80], size=LOADS
 )
 def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
     sinks = normal(4, seed=7)[::2]  # not adjacent in memory
@@ -93,7 +77,6 @@ def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
 
 def test_a_sink_is_part_of_the_log_sum_exp() -> None:
     call = call_of(70, 140, sinks=normal(2, seed=7))
-    assert call.sinks is not None
     arguments = (call.query, call.key, call.value)
     _, without = prefill(*arguments, return_lse=True)
     _, lse = prefill(*arguments, sinks=call.sinks, return_lse=True)
@@ -141,12 +124,7 @@ PACKED_VARIANTS = [
 ]
 
 
-@pytest.mark.usefixtures("size")
-@pytest.mark.parametrize(
-    ("variant", "is_causal", "head_dim", "size"),
-    pairwise(product(PACKED_VARIANTS, [False, True], [64, 80], LOADS)),
-    indirect=["size"],
-)
+@each_pair("size", variant=PACKED_VARIANTS, is_causal=[False, True], head_dim=[64, 80], size=LOADS)
 def test_packed(variant: AttentionVariant, is_causal: bool, head_dim: int) -> None:
     call = call_of(201, 320, head_dim, is_causal=is_causal, variant=variant, **PACKED)
     verify("triton-varlen", call)
@@ -213,7 +191,6 @@ def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
     sizes = {"q_len": 3, "q_heads": 6, "kv_heads": 2, "dtype": torch.float16, "device": DEVICE}
     call = paged_call([200, 70], 16, **sizes, is_causal=True, variant=variant).to(DEVICE)
     verify("triton-paged-decode", call)
-    assert call.page_table is not None
     key, value = call.key.clone(), call.value.clone()
     nobodys = [page for page in range(key.shape[0]) if page not in call.page_table]
     for tensor in (key, value):
@@ -221,9 +198,7 @@ def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
     verify("triton-paged-decode", call.with_tensors({"key": key, "value": value}))
 
 
-@pytest.mark.parametrize(
-    ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
-)
+@each_pair(q_len=[1, 5], is_causal=[False, True], variant=DECODED)
 def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
     """The keys are split into several parts, and programs have several rows."""
     call = call_of(q_len, 1500, q_heads=3, is_causal=is_causal, variant=variant)

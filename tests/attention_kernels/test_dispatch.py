@@ -1,7 +1,5 @@
 """`attention_kernels.attention` picks a kernel, refuses calls, and returns right results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -95,9 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_attention_refuses_before_anything_runs(
-    name: str, picked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_refuses(name: str, picked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = REFUSED[name]
     monkeypatch.setattr(dispatch, "_wrong_device", dispatch._wrong_device.__wrapped__)
     if name == "device":

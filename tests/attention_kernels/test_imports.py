@@ -1,7 +1,5 @@
 """`attention_kernels` imports in the documented order, and explains itself without Triton."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Kernels compile for the untried GPUs that docs/attention-kernels.md lists."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,8 +20,7 @@ print(json.dumps(other_gpus.compile_for("8.6", 128)))
 
 @pytest.mark.slow
 def test_kernels_compile_where_the_table_says_so() -> None:
-    """Only some kernels, one head dimension and the smallest shared memory are tested, because
-    compiling is slow."""
+    """Compiling is slow, so only some kernels, one head dimension and little memory are tried."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

@@ -57,9 +57,9 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 
 QUICK = dict.fromkeys(("open", "close", "flock"), "first")
-QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start_new_thread"), "durable")
+QUICK |= dict.fromkeys(("fsync", "fstat", "allocate", "start_new_thread"), "durable")
 """Way in which the quick test tries each function's faults (default: "spread")."""
-MANY_KINDS = ("flock", "_allocate")
+MANY_KINDS = ("flock", "allocate")
 """Functions whose errors are treated differently, so that all of them are tried."""
 
 
@@ -413,7 +413,7 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
     may_go_on.set()
     assert recordings[0]._writer is not None
     # After an interrupted `join`, Python < 3.13 wrongly considers a running thread ended.
-    while recordings[0]._writer._writing is not None:
+    while recordings[0]._writer._writing:
         time.sleep(0.01)
     assert recordings[0].kept == kept_in(tmp_path) == 0
     monkeypatch.undo()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.cli.file_checks import check_files
 from capture.recording import copies
+from capture.recording.counts import RecordingCounts
 
 
 class ChangesInPlace(nn.Module):
@@ -51,7 +52,7 @@ def test_recorded_call_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool, options: dict[str, Any]
 ) -> None:
     if not has_room:
-        monkeypatch.setattr(copies, "_copies_on", lambda gpu, sources: None)
+        monkeypatch.setattr(copies.HostCopier, "_staged_on", lambda self, gpu, sources: None)
     model = ChangesInPlace()
     seeds = range(12)
     expected = [model(seed).cpu() for seed in seeds]
@@ -68,6 +69,19 @@ def test_recorded_call_is_unchanged(
         assert call.query.stride() == model.packed[:, :, 0].transpose(1, 2).stride()
 
 
+def test_tensors_on_two_devices_arrive() -> None:
+    """Lengths of sequences may stay on the CPU."""
+    tensors = {"seqused_k": torch.arange(3), "query": torch.randn(1, 2, 5, 8, device="cuda")}
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    copier = copies.HostCopier(1 << 20, RecordingCounts())
+    copy = copier.copy(tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    values = copy.arrival.result().tensors
+    assert all(torch.equal(values[name], expected[name]) for name in tensors)
+    copier.close()
+
+
 def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
     model = ChangesInPlace()
     with record(model, tmp_path, max=3, output=False) as recording:
@@ -75,7 +89,7 @@ def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
             model(seed)
     assert recording.problems == []
     assert recording._writer is not None
-    assert recording._writer.pool.nbytes == 0
+    assert recording._writer._copier.pool.nbytes == 0
     assert recording.counts.written_bytes < 1.1 * load(tmp_path).nbytes
 
 
@@ -83,7 +97,7 @@ def test_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """`record` takes the calls while they are still in the GPU's queue."""
     model = ChangesInPlace()
     with record(model, tmp_path, max=2, sample="first"):
-        model(0)  # allocates and pins memory
+        model(0)
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)
         model(1)

@@ -1,7 +1,5 @@
 """Names and versions of the installed commands, and their messages about missing packages."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re
@@ -239,9 +237,7 @@ def test_dtype_argument_of_from_pretrained(
     assert libraries.dtype_keyword(library) == keyword
 
 
-def test_short_names_of_dtypes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_dtypes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
     monkeypatch.setattr(
         "capture.cli.record_command._record",

@@ -4,8 +4,6 @@ The checks resolve for Linux on x86-64 on every machine. uv reads only metadata 
 downloads no wheels.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

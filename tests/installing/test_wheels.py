@@ -1,7 +1,5 @@
 """Contents and requirements of the two wheels."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -44,9 +42,7 @@ def test_wheels_share_no_file(wheels: dict[str, zipfile.ZipFile]) -> None:
         assert name in replay
 
 
-def test_wheel_of_the_kernels_has_every_file_of_its_folder(
-    wheels: dict[str, zipfile.ZipFile],
-) -> None:
+def test_wheel_of_kernels_has_every_file_of_its_folder(wheels: dict[str, zipfile.ZipFile]) -> None:
     folder = REPOSITORY / "attention_kernels"
     files = [path for path in folder.rglob("*.py") if "build" not in path.parts]
     expected = {str(path.relative_to(REPOSITORY)) for path in files}

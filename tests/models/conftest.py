@@ -1,7 +1,5 @@
 """Tiny runnables and their checkpoints, each made once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

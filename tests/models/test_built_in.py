@@ -1,7 +1,5 @@
 """A model is one file in `models/built_in/`; a new model needs no other change."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys
@@ -72,9 +70,7 @@ def test_a_new_model_is_one_new_file(copy_with_a_file: ModuleType) -> None:
         ours.load("lineal", device="cpu")
 
 
-def test_declared_library_versions_are_checked(
-    copy_with_a_file: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_declared_versions(copy_with_a_file: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = importlib.import_module("copy_of_models.built_in.layers")
     monkeypatch.setattr(layers, "NEEDS", {"transformers": (99, 0)})
     with pytest.raises(copy_with_a_file.ModelError, match=r"linear needs transformers 99\.0 or"):
@@ -114,9 +110,7 @@ def let_llama_raise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_failed_import_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
-) -> None:
+def test_failed_import(monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str) -> None:
     let_llama_raise(error, monkeypatch)
     with pytest.raises(models.ModelError, match=sentence):
         models.load("llama", size="tiny", device="cpu")

@@ -1,7 +1,5 @@
 """Checkpoints are loaded from a user's directory, or from the hub, which may not respond."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -28,9 +26,7 @@ from models import hub
 Tiny = Callable[[str], models.Runnable]
 
 
-def test_a_pipeline_directory_runs_and_prints_nothing(
-    cogvideo_directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_is_silent(cogvideo_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     runnable = models.load(str(cogvideo_directory), steps=1, device="cpu", prompt="a fox")
     assert runnable.roots.keys() == {"transformer", "text_encoder", "vae"}
@@ -98,9 +94,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
         models.load(str(tmp_path))
 
 
-def test_missing_weights_are_refused(
-    tmp_path: Path, cogvideo_directory: Path, llama_directory: Path
-) -> None:
+def test_missing_weights(tmp_path: Path, cogvideo_directory: Path, llama_directory: Path) -> None:
     """Without our refusal, the libraries would replace missing weights by random ones, and warn."""
     video, language = tmp_path / "video", tmp_path / "language"
     shutil.copytree(cogvideo_directory, video)
@@ -153,9 +147,7 @@ def test_unreachable_hub_is_reported_at_once(name: str, monkeypatch: pytest.Monk
     assert "\n" not in sentence
 
 
-def test_an_unreachable_hub_with_a_cached_copy_reads_the_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_hub_with_a_copy_reads_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise OSError("offline")
 

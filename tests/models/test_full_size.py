@@ -1,7 +1,5 @@
 """Official configurations of the models, and the random weights that fill them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

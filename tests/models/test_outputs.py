@@ -1,7 +1,5 @@
 """A run's outputs have names, and texts have scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +60,6 @@ def test_a_generation(tiny: Tiny) -> None:
 def test_scores_equal_the_logits_of_generation(tiny: Tiny) -> None:
     runnable = tiny("llama-3.1-8b")
     language = runnable.language
-    assert language is not None
-    assert language.score is not None
     generated = runnable.outputs(runnable.run()).tensors
     scored = language.score(generated["sequences"])
     assert scored.shape == (392, 258)
@@ -75,7 +71,6 @@ def test_scores_equal_the_logits_of_generation(tiny: Tiny) -> None:
 def test_text_is_encoded_and_decoded(tiny: Tiny, llama_directory: Path) -> None:
     for runnable in (tiny("llama-3.1-8b"), models.load(str(llama_directory), device="cpu")):
         language = runnable.language
-        assert language is not None
         ids = language.encode("ten o'clock")
         assert ids.shape == (1, 11)
         assert language.decode(ids) == "ten o'clock"
@@ -88,7 +83,6 @@ def test_text_without_a_tokenizer_is_token_ids(llama_directory: Path) -> None:
     language = models.load(
         "llama", size="full", weights="random", checkpoint=str(llama_directory), device="cpu"
     ).language
-    assert language is not None
     assert language.decode(torch.tensor([[3, 14]])) == "3 14"
     with pytest.raises(models.ModelError, match="no tokenizer"):
         language.encode("a text")
@@ -106,7 +100,6 @@ def test_an_encoder_decoder_scores_no_text(tmp_path: Path) -> None:
     )
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     runnable = models.load(str(tmp_path), device="cpu", steps=3)
-    assert runnable.language is not None
     assert runnable.language.score is None
     outputs = runnable.outputs(runnable.run())
     assert outputs.tensors["sequences"].shape == (1, 1 + 3)

@@ -1,7 +1,5 @@
 """Arguments, results and errors of a user's function, given as ``file.py:function``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from capture.call.attention_call import AttentionCall
-from capture.storage.call_file import PackedCall
-from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.isolation.block import calls_of_block
 from replay.kernels import registry
 from replay.kernels.registry import Kernel
 from replay.timing.interruptions import Interruptions
 from replay.workloads.workload import Workload
-from tests.factories import made_workload, random_call, settings
+from tests.factories import made_workload, random_call, save_calls, settings
 from tests.in_this_process import RunCli, runner
 
 CALLS_TO_CHECK = 3
@@ -88,24 +86,11 @@ def workload() -> Callable[..., Workload]:
 @pytest.fixture
 def recorded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
     """A directory of three recorded calls, with a manifest."""
-    directory = tmp_path / "recorded"
-    directory.mkdir()
-    dataset = Dataset(directory, [], [])
-    for index in range(3):
-        call = make_call(
-            seed=index,
-            with_output=True,
-            origin={
-                "call_index": index,
-                "module": f"layers.{index}",
-                "backend": "torch-math",
-                "disabled_backends": ["torch-flash", "torch-efficient", "torch-cudnn"],
-            },
-        )
-        path = directory / f"model-{index:06d}.safetensors"
-        dataset.entries.append(PackedCall.of(call).write(path))
-    dataset.save_manifest()
-    return directory
+    others = ["torch-flash", "torch-efficient", "torch-cudnn"]
+    by_math = {"backend": "torch-math", "disabled_backends": others}
+    origins = [{**by_math, "call_index": at, "module": f"layers.{at}"} for at in range(3)]
+    calls = (make_call(seed=at, with_output=True, origin=origins[at]) for at in range(3))
+    return save_calls(tmp_path / "recorded", calls)
 
 
 @pytest.fixture

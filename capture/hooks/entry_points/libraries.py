@@ -62,6 +62,9 @@ If the name of the kernel is empty, calls are only counted.
 """
 
 NAMES = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
     "q": "query",
     "k": "key",
     "v": "value",

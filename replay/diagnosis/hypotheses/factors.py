@@ -17,8 +17,8 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
-from replay.diagnosis.derived import HeadRows, mask_of, part
-from replay.diagnosis.subject import COLLAPSE, Evidence, Subject
+from replay.diagnosis.derived import HeadRows, mask_of, padded_sizes, part
+from replay.diagnosis.subject import COLLAPSE, Cause, Evidence, Subject
 
 SAME = 0.01
 """Relative distance at which the best fit still counts as a known number, because rounding shifts
@@ -64,12 +64,12 @@ def _mask_factor(subject: Subject) -> Evidence | None:
 def _scale(subject: Subject) -> Evidence | None:
     call = subject.call
     dim, scale = call.shape.head_dim, call.softmax_scale
-    wide = 2 ** math.ceil(math.log2(dim))
+    padded = {f"1/√{wide}, of the padded head dimension": wide**-0.5 for wide in padded_sizes(dim)}
     known = {
         "1/√D instead of the call's scale": dim**-0.5,
         "no scale": 1.0,
         "1/D": 1 / dim,
-        f"1/√{wide}, of the padded head dimension": wide**-0.5,
+        **padded,
         "the scale times log2 e": scale * LOG2_E,
         "the scale times ln 2": scale / LOG2_E,
         "the scale applied twice": scale * scale,
@@ -81,7 +81,8 @@ def _scale(subject: Subject) -> Evidence | None:
     if not found.name:
         times = f", which is {found.value / scale:.3g} times as large" if scale else ""
         sentence = f"the output uses the scale {found.value:.3g} instead of {scale:.3g}{times}"
-    return Evidence("wrong-scale", sentence, {**found.numbers, "scale": found.value})
+    cause: Cause = "head-dim" if found.name in padded else "wrong-scale"
+    return Evidence(cause, sentence, {**found.numbers, "scale": found.value})
 
 
 def _with_scale(call: AttentionCall, scale: float) -> AttentionCall:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
-from replay.diagnosis.derived import part
+from replay.diagnosis.derived import padded_sizes, part
 from replay.diagnosis.subject import EXPLAINED, Evidence, Subject
 
 WIDTHS = (16, 32, 64, 96, 128, 192, 256)
@@ -73,10 +73,7 @@ def _sizes(dim: int, of_values: int) -> Iterator[tuple[int, int]]:
     """Yield head dimensions of keys and values to pad to, the smallest first."""
     if dim != of_values:
         yield max(dim, of_values), max(dim, of_values)
-    whole = [
-        (-(-dim // step) * step, -(-of_values // step) * step) for step in (8, 16, 32, 64, 128)
-    ]
-    whole.append((1 << dim.bit_length(), 1 << of_values.bit_length()))
+    whole = zip(padded_sizes(dim), padded_sizes(of_values), strict=True)
     yield from sorted({each for each in whole if each != (dim, of_values)})
 
 

@@ -12,6 +12,10 @@ from replay.diagnosis.derived import HeadRows, can_be_gathered, gathered
 from replay.diagnosis.subject import MOST_ROWS, Evidence, Score, Subject
 
 BLOCKS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+MOST_SCORES = 2**28
+"""Maximum number of scores (B · Hq · Sq · Sk) of a lengthened call: 1 GiB in float32."""
+
 Lengths = tuple[int, int]
 """Numbers of queries and keys."""
 
@@ -48,19 +52,21 @@ def odd_length(subject: Subject) -> Evidence | None:
     return None
 
 
-def _lengths(subject: Subject, which: Which, change: Callable[[int], int]) -> Lengths:
-    """Return the numbers of queries and keys, after changing the chosen ones."""
+def _lengths(subject: Subject, block: int, which: Which, change: Callable[[int], int]) -> Lengths:
+    """Return the numbers of queries and keys, after changing the chosen ones.
+
+    Unequal numbers stay unequal, because a kernel may treat self-attention differently.
+    """
     shape, (of_queries, of_keys) = subject.call.shape, which
-    return (
-        change(shape.q_len) if of_queries else shape.q_len,
-        change(shape.kv_len) if of_keys else shape.kv_len,
-    )
+    q_len = change(shape.q_len) if of_queries else shape.q_len
+    kv_len = change(shape.kv_len) if of_keys else shape.kv_len
+    return q_len, kv_len + block * (q_len == kv_len and shape.q_len != shape.kv_len)
 
 
 def _cured(subject: Subject, block: int, which: Which) -> bool:
     """Return True if the kernel is right at the next and the previous multiple."""
-    up = _lengths(subject, which, lambda length: -(-length // block) * block)
-    down = _lengths(subject, which, lambda length: length // block * block or length)
+    up = _lengths(subject, block, which, lambda length: -(-length // block) * block)
+    down = _lengths(subject, block, which, lambda length: length // block * block or length)
     same = (subject.call.shape.q_len, subject.call.shape.kv_len)
     return all(
         subject.cured_by(partial(_tried, subject, each)) for each in (up, down) if each != same
@@ -69,7 +75,7 @@ def _cured(subject: Subject, block: int, which: Which) -> bool:
 
 def _is_wrong_beyond(subject: Subject, block: int, which: Which) -> bool:
     """Return True if a length past the next multiple is wrong too; else any change may help."""
-    score = _tried(subject, _lengths(subject, which, lambda length: length + block))
+    score = _tried(subject, _lengths(subject, block, which, lambda length: length + block))
     return score is not None and not subject.is_cured(score)
 
 
@@ -78,9 +84,9 @@ def _tried(subject: Subject, lengths: Lengths) -> Score | None:
 
     The error may have moved, so the worst of the last rows is used if its score is worse.
     """
-    if min(lengths) < 1:
-        return None
     (q_len, kv_len), shape, (batch, head, rows) = lengths, subject.call.shape, subject.place
+    if min(lengths) < 1 or shape.batch * shape.q_heads * q_len * kv_len > MOST_SCORES:
+        return None
     call = gathered(
         subject.call,
         queries=_places(shape.q_len, q_len, rows.device),

@@ -12,6 +12,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.strides import picked
 from replay.diagnosis.derived import can_be_gathered, gathered
+from replay.diagnosis.hypotheses.others import of_other_sequences
 from replay.diagnosis.subject import MOST_ROWS, Evidence, Score, Subject
 
 FEWEST_KEYS = 8
@@ -39,6 +40,8 @@ def too_large(subject: Subject) -> Evidence | None:
         limit = _limit(subject, size, FEWEST_KEYS if name == "keys" else 1, resized)
         if limit is None:
             continue
+        if name == "sequences" and limit == 1 and (found := of_other_sequences(subject)):
+            return found
         one = name.removesuffix("s") if limit == 1 else name
         return Evidence(
             "too-large",
@@ -69,10 +72,15 @@ def _limit(subject: Subject, size: int, least: int, resized: Resized) -> int | N
         middle = (right + wrong) // 2
         right, wrong = (middle, wrong) if is_right(middle) else (right, middle)
     for others in (False, True):
-        before = resized(wrong, others)
-        if before is None or before.passes:
+        # One entry too many may change little, so more are added until the output is wrong.
+        numbers = [min(size, right + 2**power) for power in range((size - right).bit_length() + 1)]
+        large = next(
+            (partial(resized, each, others) for each in numbers if is_wrong(each, others)), None
+        )
+        before = None if large is None else large()
+        if large is None or before is None:
             return None
-        small, large = partial(resized, right, others), partial(resized, wrong, others)
+        small = partial(resized, right, others)
         if not subject.cured_by(small, large, before):
             return None
     return right

@@ -73,6 +73,8 @@ def _layouts(call: AttentionCall, place: HeadRows) -> Iterator[_Layout]:
             rows,
             heads,
         )
+    for what, other in _repacked(call):
+        yield _Layout(what, other, heads, rows)
     index = head * shape.q_len + rows
     written = {
         "": (heads, rows),
@@ -92,6 +94,26 @@ def _layouts(call: AttentionCall, place: HeadRows) -> Iterator[_Layout]:
         for where, (of_heads, of_rows) in written.items():
             if what or where:
                 yield _Layout((what + where).removeprefix("; "), other, of_heads, of_rows)
+
+
+def _repacked(call: AttentionCall) -> Iterator[tuple[str, AttentionCall]]:
+    """Yield calls whose tensors are packed into one, and unpacked along the wrong axis."""
+    for names in TENSORS[:2]:
+        tensors = [getattr(call, name) for name in names]
+        if any(each.shape != tensors[0].shape for each in tensors):
+            continue
+        packed = torch.stack(tensors, 1)
+        count, heads = packed.shape[1:3]
+        grouped, interleaved = f"({count}, H, D)", f"(H, {count}, D)"
+        read_interleaved = packed.flatten(1, 2).unflatten(1, (heads, count)).unbind(2)
+        read_grouped = packed.transpose(1, 2).flatten(1, 2).unflatten(1, (count, heads)).unbind(1)
+        for parts, given, read in (
+            (read_interleaved, grouped, interleaved),
+            (read_grouped, interleaved, grouped),
+        ):
+            other = call.with_tensors(dict(zip(names, parts, strict=True)))
+            what = f"{' and '.join(names)} are packed as {given} and read as {read}"
+            yield what, replace(other, output=None)
 
 
 def _reread(tensor: Tensor, order: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.text.counted import counted
-from replay.diagnosis.derived import HeadRows, can_be_gathered
-from replay.diagnosis.subject import Evidence, Reading, Subject
+from replay.accuracy.reference import attention
+from replay.diagnosis.derived import HeadRows, can_be_gathered, part
+from replay.diagnosis.subject import COLLAPSE, Evidence, Reading, Subject
 
 MOST_SEQUENCES = 16
 """Maximum number of other sequences whose keys and values are tried."""
@@ -94,6 +96,46 @@ def _joined(call: AttentionCall) -> Iterator[Reading]:
     joined = replace(call.with_tensors(ends), seqused_k=None, output=None)
     sentence = "queries also see the keys of other sequences: the packed call is read as one"
     yield Reading("other-sequence", sentence, joined)
+
+
+def of_other_sequences(subject: Subject) -> Evidence | None:
+    """Test whether the wrong rows change with the keys and values of other sequences.
+
+    Their signs are flipped, which keeps their magnitudes. The unchanged call must then give the
+    wrong rows again.
+    """
+    call, (batch, head, rows) = subject.call, subject.place
+    if call.page_table is not None or call.value_is_in_key:
+        return None
+    others = torch.ones(call.shape.batch, 1, call.shape.kv_len, 1, dtype=torch.bool)
+    number = batch
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        sequence_of = torch.bucketize(rows, call.cu_seqlens_q[1:].to(rows), right=True)
+        number = int(sequence_of.mode().values)
+        rows = rows[sequence_of == number]
+        others[:, :, call.cu_seqlens_k[number] : call.cu_seqlens_k[number + 1]] = False
+    else:
+        others[batch] = False
+    others = others.to(call.device)
+    turned = {name: getattr(call, name) for name in ("key", "value")}
+    turned = {name: torch.where(others, -each, each) for name, each in turned.items()}
+    given, again = subject.run(replace(call.with_tensors(turned), output=None)), subject.run(call)
+    if given is None or again is None:
+        return None
+    expected = attention(part(call, HeadRows(batch, head, rows)))[0, 0]
+    wrong, moved, repeated = (
+        each[batch, head, rows].to(expected) for each in (subject.output, given, again)
+    )
+    error, by_others, drift = (
+        float(torch.linalg.vector_norm(wrong - each)) for each in (expected, moved, repeated)
+    )
+    if not drift * COLLAPSE < by_others < math.inf or not error <= by_others * COLLAPSE:
+        return None
+    return Evidence(
+        "other-sequence",
+        f"the output of sequence {number} changes with the keys and values of other sequences",
+        {"sequence": number, "error": subject.own.error, "change_over_error": by_others / error},
+    )
 
 
 def kv_heads(subject: Subject) -> Evidence | None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.strides import narrow_expanded
-from replay.diagnosis.derived import HeadRows, changed
+from replay.diagnosis.derived import HeadRows, changed, write
 from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, KernelRunner, Score, Subject
 from replay.rows.errors_of_output import AccuracyClass
 
@@ -41,21 +40,21 @@ def stale(probe: Probe) -> Evidence | None:
     memory = recorded.to(recorded.device)
     old = None
     for _ in range(CALLS_BEFORE):
-        _write(memory, recorded)
+        write(memory, recorded)
         old = _copy(probe.run_on(memory))
     if old is None:
         return None
     # A kernel that has not seen the other values yet, and computes with them, misreads its inputs.
-    if _judged(probe, old, None, "", right=recorded, before=other):
+    if from_old_values(probe, old, None, "", right=recorded, before=other):
         return None
-    _write(memory, other)
+    write(memory, other)
     in_place = _copy(probe.run_on(memory))
     elsewhere_memory = recorded.to(recorded.device)
-    _write(memory, other)  # a kernel that reads the old memory then returns the other output
+    write(memory, other)  # a kernel that reads the old memory then returns the other output
     elsewhere = _copy(probe.run_on(elsewhere_memory))
     where = "new values in the same memory"
-    found = _judged(probe, in_place, old, where, right=other, before=recorded)
-    return found or _judged(
+    found = from_old_values(probe, in_place, old, where, right=other, before=recorded)
+    return found or from_old_values(
         probe, elsewhere, in_place, "other values in other memory", right=recorded, before=other
     )
 
@@ -76,18 +75,11 @@ def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
     )
 
 
-def _write(target: AttentionCall, values: AttentionCall) -> None:
-    given = values.tensors()
-    for name, tensor in target.tensors().items():
-        if name in given and name != "output":
-            narrow_expanded(tensor).copy_(narrow_expanded(given[name]))
-
-
 def _copy(output: Tensor | None) -> Tensor | None:
     return None if output is None else output.clone()
 
 
-def _judged(
+def from_old_values(
     probe: Probe,
     output: Tensor | None,
     last: Tensor | None,
@@ -96,7 +88,7 @@ def _judged(
     right: AttentionCall,
     before: AttentionCall,
 ) -> Evidence | None:
-    """Judge the output of a call.
+    """Return evidence if an output is that of old values of all or some inputs.
 
     Args:
         last: output of the previous call.

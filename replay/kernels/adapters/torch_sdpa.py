@@ -61,9 +61,12 @@ def _eager(backend: SDPBackend | None) -> Attention:
     """
     if backend is None:
         return TORCH_SDPA
+    traceable = _to_compile(backend)
     switches = [(*switch, each == backend) for each, switch in _SWITCHES.items()]
 
     def attention(*arguments: Any, **named: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # reading a switch would split the graph
+            return traceable(*arguments, **named)
         changed = []
         try:
             for is_enabled, enable, wanted in switches:

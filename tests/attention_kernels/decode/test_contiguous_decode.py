@@ -1,9 +1,7 @@
 """Decoding works with contiguous keys, for any shape, stride, mask and split of the keys."""
 
-from __future__ import annotations
-
 import math
-from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
 from tests.attention_kernels.calls import DEVICE, assert_near, half, lengths, verify, watched_rooms
 from tests.attention_kernels.eager import attend
-from tests.replay.kernels.pairwise import pairwise
+from tests.replay.kernels.pairwise import each_pair
 
 
 def inputs(
@@ -43,9 +41,8 @@ def inputs(
     )
 
 
-@pytest.mark.parametrize(
-    ("worth_describing", "kv_len", "dtype"),
-    pairwise(product([0, 2**60], [1, 7, 127, 2250], [torch.float16, torch.bfloat16])),
+@each_pair(
+    worth_describing=[0, 2**60], kv_len=[1, 7, 127, 2250], dtype=[torch.float16, torch.bfloat16]
 )
 def test_lengths(
     kv_len: int, dtype: torch.dtype, worth_describing: int, monkeypatch: pytest.MonkeyPatch
@@ -79,13 +76,6 @@ def test_cache_access(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_of_one_tile_and_of_several(q_heads: int) -> None:
     tensors = inputs(q_heads=q_heads)
     assert_near(contiguous_decode(*tensors), attend(*tensors).output)
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 50), (5, 50), (9, 4)])
-def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
-    tensors = inputs(q_len=q_len, kv_len=kv_len)
-    expected = attend(*tensors, is_causal=True).output
-    assert_near(contiguous_decode(*tensors, is_causal=True), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
@@ -142,8 +132,7 @@ def test_keys_assigned_by_length(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
 def test_assignment_by_visible_keys(window: tuple[int | None, int | None], is_causal: bool) -> None:
-    """A diagonal and a window keep different keys of each sequence visible. A program has several
-    rows."""
+    """A diagonal and a window show different keys of each sequence. A program has several rows."""
     query, key, value = inputs(5, 2, 1, q_len=3, kv_len=100)
     cache = Cache(key, value, lengths=lengths(100, 0, 67, 5, 48))
     sinks = half(2, seed=4)
@@ -174,27 +163,9 @@ def test_any_lengths_are_assigned_completely(data: st.DataObject, batch: int, sh
     torch.testing.assert_close(output, expected, rtol=0, atol=2e-3)
 
 
-def test_a_scale_may_be_anything() -> None:
-    tensors = inputs()
-    for scale in (0.3, 0.0, -0.2):
-        expected = attend(*tensors, scale=scale).output
-        assert_near(contiguous_decode(*tensors, scale=scale), expected)
-
-
-def test_fully_masked_rows_are_zeros() -> None:
-    query, key, value = inputs(2)
-    mask = torch.ones(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
-    mask[1] = False
-    output = contiguous_decode(query, key, value, mask)
-    assert not output[1].any()
-    assert_near(output, attend(query, key, value, mask).output)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
-    dtype: torch.dtype, rows: int
-) -> None:
+def test_a_mask_of_the_lowest_number_is_not_minus_infinity(dtype: torch.dtype, rows: int) -> None:
     """A row masked by the lowest number becomes the mean of all values, as in SDPA."""
     query, key, value = inputs(2, q_len=3, dtype=dtype)
     mask = torch.zeros(2, 1, rows, 100, dtype=dtype, device=DEVICE)
@@ -243,7 +214,7 @@ def strided(draw: st.DrawFn, *shape: int, seed: int) -> Tensor:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
     q_len, kv_len = draw(st.integers(1, 5)), draw(st.integers(1, 80))
     head_dim, v_head_dim = draw(st.integers(1, 40)), draw(st.integers(1, 40))
@@ -256,13 +227,15 @@ def calls(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]
     kind = draw(st.sampled_from(["none", "bool", "float"]))
     mask = None if kind == "none" else half(*sizes, dtype=torch.float32, seed=4)
     mask = mask > -0.5 if kind == "bool" and mask is not None else mask
-    return query, key, value, mask, draw(st.booleans())
+    scale = draw(st.sampled_from([None, 0.3, 0.0, -0.2]))
+    return query, key, value, mask, draw(st.booleans()), scale
 
 
 @given(calls())
 @settings(max_examples=15, deadline=None)
-def test_any_call(call: tuple[Tensor, Tensor, Tensor, Tensor | None, bool]) -> None:
-    assert_near(contiguous_decode(*call), attend(*call).output)
+def test_any_call(call: tuple[Any, ...]) -> None:
+    *inputs, scale = call
+    assert_near(contiguous_decode(*inputs, scale=scale), attend(*call).output)
 
 
 any_plan = given(

@@ -1,7 +1,5 @@
 """Decoding works if the value is the first part of the key: DeepSeek's absorbed attention."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -73,9 +71,7 @@ def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
 
 
 @pytest.mark.parametrize("processors", [4, 6])
-def test_many_rows_are_merged_some_at_a_time(
-    processors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_are_merged_in_parts(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of three programs merges, or all programs if they run at once. Interpreted programs
     run in sequence, so the last one merges all."""
     monkeypatch.setattr(split_kv, "_processors", lambda device: processors)

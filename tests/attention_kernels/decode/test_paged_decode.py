@@ -1,7 +1,5 @@
 """Decoding with keys in pages reads only tokens that the page table names."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,23 +11,16 @@ from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import PagedCache, page
 from capture.call.attention_call import AttentionCall
 from replay.kernels.constraints import padding_mask_only
-from tests.attention_kernels.calls import DEVICE, assert_near, half, lengths, verify
+from tests.attention_kernels.calls import DEVICE, assert_near, call_of, half, lengths, verify
 from tests.attention_kernels.eager import attend
 
 
-def padded_call(lengths: list[int], kv_len: int, at_end: bool, q_len: int = 1) -> AttentionCall:
+def padded_call(given: list[int], kv_len: int, at_end: bool, q_len: int = 1) -> AttentionCall:
     """Return a call with padding keys at the end or at the beginning."""
-    batch = len(lengths)
-    place = torch.arange(kv_len, device=DEVICE)
-    counted = torch.tensor(lengths, device=DEVICE)[:, None]
-    keys = place < counted if at_end else place >= kv_len - counted
-    return AttentionCall(
-        half(batch, 4, q_len, 40),
-        half(batch, 2, kv_len, 40, seed=1),
-        half(batch, 2, kv_len, 24, seed=2),
-        keys[:, None, None],
-        enable_gqa=True,
-    )
+    sizes = {"batch": len(given), "q_heads": 4, "kv_heads": 2, "v_head_dim": 24}
+    places, counted = torch.arange(kv_len, device=DEVICE), lengths(*given)[:, None]
+    is_key = places < counted if at_end else places >= kv_len - counted
+    return call_of(q_len, kv_len, 40, attn_mask=is_key[:, None, None], **sizes)
 
 
 def poisoned(cache: PagedCache) -> PagedCache:

@@ -1,10 +1,7 @@
 """Decode over an 8-bit cache attends to the stored numbers, which approximate the originals."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 from tests.attention_kernels import calls
 from tests.attention_kernels.calls import DEVICE, assert_near, lengths, normal
-from tests.replay.kernels.pairwise import pairwise
+from tests.replay.kernels.pairwise import each_pair
 
 FP8 = torch.float8_e4m3fn
 NAMES = {torch.int8: "triton-decode-int8", FP8: "triton-decode-fp8"}
@@ -51,13 +48,10 @@ def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
     return key[:, :, : cache.kv_len], value[:, :, : cache.kv_len]
 
 
-def assert_attends_to_what_is_stored(
-    call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool
-) -> None:
+def assert_attends_to_stored(call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool) -> None:
     """Check the core, which gets an 8-bit cache, or the drop-in, which makes the cache itself."""
     kernel = find(NAMES[dtype])
     assert kernel.refuses(call) is None
-    assert kernel.prepare is not None
     key, value = dequantised(
         quantise_cache(call.key, call.value, dtype, lengths=call.seqused_k), call.shape.head_dim
     )
@@ -68,19 +62,13 @@ def assert_attends_to_what_is_stored(
     assert_near(output, expected)
 
 
-@pytest.mark.parametrize(
-    ("kv_len", "dims", "rows", "float_dtype", "dtype", "is_prepared"),
-    pairwise(
-        product(
-            [1, 129, 390],
-            [(64, 64), (40, 72), (128, 96), (16, 256)],
-            [(2, 1), (2, 5), (40, 1)],
-            [torch.float16, torch.bfloat16],
-            NAMES,
-            [False, True],
-        )
-    ),
-    ids=str,
+@each_pair(
+    kv_len=[1, 129, 390],
+    dims=[(64, 64), (40, 72), (128, 96), (16, 256)],
+    rows=[(2, 1), (2, 5), (40, 1)],
+    float_dtype=[torch.float16, torch.bfloat16],
+    dtype=NAMES,
+    is_prepared=[False, True],
 )
 def test_shapes(
     kv_len: int,
@@ -101,16 +89,14 @@ def test_shapes(
         dtype=float_dtype,
         scale=0.1,
     )
-    assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
+    assert_attends_to_stored(call, dtype, is_prepared=is_prepared)
 
 
 def test_a_cache_that_grows_within_its_last_block() -> None:
     """A plan that is stored for a shape also depends on the number of tokens."""
     for kv_len in (140, 150):
         for is_prepared in (False, True):
-            assert_attends_to_what_is_stored(
-                call_of(kv_len=kv_len), torch.int8, is_prepared=is_prepared
-            )
+            assert_attends_to_stored(call_of(kv_len=kv_len), torch.int8, is_prepared=is_prepared)
 
 
 @each_dtype
@@ -148,8 +134,7 @@ def test_high_and_low_parts_are_nearly_exact(has_heavy_token: bool, dtype: torch
 @each_dtype
 @pytest.mark.parametrize("distribution", ["normal", "outlier-channels", "sink", "staircase"])
 def test_output_passes_the_judge(distribution: str, dtype: torch.dtype) -> None:
-    """Some channels of the keys are far from 0, and a heavy token has a small value, as in trained
-    models."""
+    """As in trained models, some key channels are far from 0, a heavy token's value is small."""
     spec = Spec(1, 8, 2, 1, 600, 128, 128, distribution=distribution)
     call = spec.call(DEVICE, torch.Generator(DEVICE).manual_seed(0))
     output = find(NAMES[dtype]).attention(**call.arguments())
@@ -168,19 +153,13 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("variant", "q_len", "is_causal", "extra", "dtype", "is_prepared"),
-    pairwise(
-        product(
-            VARIANTS,
-            [1, 5],
-            [False, True],
-            ["none", "sinks", "lengths", "mask"],
-            NAMES,
-            [False, True],
-        )
-    ),
-    ids=str,
+@each_pair(
+    variant=VARIANTS,
+    q_len=[1, 5],
+    is_causal=[False, True],
+    extra=["none", "sinks", "lengths", "mask"],
+    dtype=NAMES,
+    is_prepared=[False, True],
 )
 def test_beyond_plain_attention(
     variant: AttentionVariant,
@@ -199,7 +178,7 @@ def test_beyond_plain_attention(
         "mask": {"attn_mask": mask if is_causal else mask > 0},
     }
     call = replace(call, **changes[extra])
-    assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
+    assert_attends_to_stored(call, dtype, is_prepared=is_prepared)
 
 
 @pytest.mark.slow
@@ -214,14 +193,8 @@ def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "in_pages", "dtype"),
-    pairwise(product([PLAIN, AttentionOptions(True, (126, 0))], [False, True], NAMES)),
-    ids=str,
-)
-def test_keys_assigned_by_length(
-    options: AttentionOptions, in_pages: bool, dtype: torch.dtype
-) -> None:
+@each_pair(options=[PLAIN, AttentionOptions(True, (126, 0))], in_pages=[False, True], dtype=NAMES)
+def test_keys_by_length(options: AttentionOptions, in_pages: bool, dtype: torch.dtype) -> None:
     """A window may begin anywhere in a block; the block is read from its first key."""
     used = lengths(0, 1, 128, 191, 270)
     call = call_of(batch=5, q_len=2, seqused_k=used)
@@ -268,7 +241,6 @@ def test_pages_change_no_bit(fields: dict[str, Any], dtype: torch.dtype) -> None
     assert not torch.equal(table.flatten(), torch.arange(6, device=DEVICE).int())
     expected = find(NAMES[dtype]).attention(**call.arguments())
     paged = find(NAMES[dtype].replace("decode", "paged-decode"))
-    assert paged.prepare is not None
     for output in (paged.attention(**call.arguments()), paged.prepare(call)()):
         assert torch.equal(output, expected)
 
@@ -287,7 +259,7 @@ def test_numbers_beyond_float16(dtype: torch.dtype) -> None:
 def test_invalid_tokens_are_not_read(dtype: torch.dtype) -> None:
     call = call_of(batch=2, seqused_k=lengths(130, 5))
     for is_prepared in (False, True):
-        assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
+        assert_attends_to_stored(call, dtype, is_prepared=is_prepared)
     expected = find(NAMES[dtype]).attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[0, :, 130:] = math.nan

@@ -1,7 +1,5 @@
 """The order of tiles and the sizes of head groups are checked as plain arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The inline assembly of the Hopper kernels is run without a GPU."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -98,9 +96,7 @@ def attention(scores: Tensor, values: Tensor) -> Tensor:
         (1.0, -30.0, 1, 1),
     ],
 )
-def test_weights_are_those_of_a_softmax(
-    deviation: float, rise: float, least: int, most: int, dtype: torch.dtype
-) -> None:
+def test_softmax(deviation: float, rise: float, least: int, most: int, dtype: torch.dtype) -> None:
     """A warp changes its reference in the first block, and when weights would exceed 2^15."""
     scores, values = blocks(BLOCKS, deviation, rise)
     softmax = Softmax(dtype)

@@ -1,7 +1,5 @@
 """Every name in docs/kernel-notes.md exists in the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,8 +11,7 @@ KERNELS = REPOSITORY / "attention_kernels"
 
 
 def wrong_names(page: str) -> list[str]:
-    """Return names in backticks that are neither files, registered kernels nor names in the
-    code."""
+    """Return the names in backticks that stand for no file, kernel or name in the code."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py"))
     known = set(re.findall(r"\w+", code))
     wrong = []

@@ -1,7 +1,5 @@
 """Programs that share tiles compute every block of keys once, checked as plain arithmetic."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import pytest
@@ -78,11 +76,8 @@ CALLS = [
 
 @pytest.mark.parametrize("begin", [0, 5])
 @pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
-def test_every_block_of_every_tile_is_in_one_piece(
-    tiles: int, blocks: int, are_equal: bool, begin: int
-) -> None:
+def test_each_block_is_in_one_piece(tiles: int, blocks: int, are_equal: bool, begin: int) -> None:
     cut = cut_for(tiles, blocks, are_equal)
-    assert cut is not None
     lengths = [blocks if are_equal else 1 + tile * 7919 % blocks for tile in range(tiles)]
     found = pieces_of(lengths, cut, begin)
     assert sorted(found) == list(range(tiles))
@@ -103,14 +98,10 @@ def test_every_block_of_every_tile_is_in_one_piece(
 
 
 @pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
-def test_memory_suffices_and_the_busiest_program_has_less_to_do(
-    tiles: int, blocks: int, are_equal: bool
-) -> None:
+def test_memory_suffices_and_busiest_does_less(tiles: int, blocks: int, are_equal: bool) -> None:
     """There is memory for every piece and a counter for every shared tile."""
     cut, consumers, v_head_dim = cut_for(tiles, blocks, are_equal), 3, 64
     memory = stream_k.memory_for(cut, PROGRAMS, consumers, v_head_dim)
-    assert cut is not None
-    assert memory is not None
     numbers, counters = memory
     of_a_piece = stream_k.ROWS.value * (v_head_dim + 2)
     whole = tiles // PROGRAMS * PROGRAMS

@@ -1,7 +1,5 @@
 """Kernels are launched on a stand-in for Triton's compiled kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

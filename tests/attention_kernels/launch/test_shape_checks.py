@@ -1,7 +1,5 @@
 """Tensors that do not fit together are refused, and vectors of any stride are read correctly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -64,9 +62,7 @@ def test_lengths_may_lie_apart(attend: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("attend", [_decoded, _decoded_in_8_bits])
-def test_lengths_of_64_bits_are_passed_as_32(
-    attend: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_lengths(attend: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton does not compile descriptors with 64-bit positions."""
     launched, launch = [], Launch.__call__
     monkeypatch.setattr(

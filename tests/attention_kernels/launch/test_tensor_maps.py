@@ -3,8 +3,6 @@
 Without a GPU, no map is encoded. A tuple of the map's contents stands in for the map.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +54,6 @@ def test_the_installed_triton_is_put_together_as_we_think(encoded: list[Any]) ->
     run = Launcher(SIGNATURE, [METADATA] * 2)
     kept = nowhere(described(tensor(), 8, 32))
     unwrapped, maps = with_maps(run, [(1, kept), (3, kept)])
-    assert maps is not None
     assert unwrapped.launch == run._launch  # type: ignore[attr-defined]
     for first, second in ((tensor(), tensor()), (tensor(), tensor())):
         arguments: list[Any] = [11, first.data_ptr(), 5, second.data_ptr()]
@@ -80,13 +77,10 @@ def kernel_arguments(launched: list[Any]) -> list[Any]:
     return list(launched[0]) if base is None else launched[base:]
 
 
-def test_a_map_is_made_once_for_an_address(
-    encoded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_has_one_map(encoded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "MOST_KEPT", 2)
     kept = nowhere(described(tensor(), 8, 32))
     _, maps = with_maps(Launcher({0: SIGNATURE[1]}, [METADATA]), [(0, kept)])
-    assert maps is not None
     for address in (16, 32, 16, 32, 48, 48, 16):
         arguments: list[Any] = [address, 7]
         maps.replace(arguments)

@@ -1,7 +1,5 @@
 """The kernel skips fully masked blocks, and its output is correct."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,23 +1,17 @@
 """In batches of different lengths, each sequence is computed as if it were alone."""
 
-from __future__ import annotations
-
 import math
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
-from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import catalogue
-from tests.attention_kernels.calls import DEVICE, LOADS, assert_near, assert_right, half, offsets
+from tests.attention_kernels.calls import DEVICE, assert_near, assert_right, call_of, half, offsets
 from tests.attention_kernels.eager import attend
-from tests.replay.kernels.pairwise import pairwise
 
 
 def assert_packed(
@@ -43,40 +37,24 @@ def assert_packed(
         torch.testing.assert_close(lse[None, :, own_q].double(), expected.lse, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.usefixtures("size")
-@pytest.mark.parametrize(
-    ("head_dim", "is_causal", "size"),
-    pairwise(product([64, 72], [False, True], LOADS)),
-    indirect=["size"],
-)
-def test_packed(is_causal: bool, head_dim: int) -> None:
-    assert_packed([7, 130, 1, 64], [130, 5, 1, 200], head_dim, is_causal=is_causal)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_packed_dtypes(dtype: torch.dtype) -> None:
     assert_packed([127, 7], [127, 7], dtype=dtype, is_causal=True)
 
 
-def test_packed_elements_without_queries_or_keys() -> None:
-    assert_packed([0, 3, 4], [5, 0, 130])
-    assert_packed([], [])
-
-
 @pytest.mark.usefixtures("size")
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_packed_batch(data: st.DataObject) -> None:
-    lengths = data.draw(
-        st.lists(st.tuples(st.integers(0, 140), st.integers(0, 140)), min_size=1, max_size=3)
-    )
-    assert_packed(
-        [queries for queries, _ in lengths],
-        [keys for _, keys in lengths],
-        data.draw(st.sampled_from([40, 64, 128])),
-        1,
-        data.draw(st.booleans()),
-    )
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 140), st.integers(0, 140)), max_size=3),
+    head_dim=st.sampled_from([40, 64, 128]),
+    is_causal=st.booleans(),
+)
+@example(lengths=[(7, 130), (130, 5), (1, 1), (64, 200)], head_dim=72, is_causal=True)
+@example(lengths=[(0, 5), (3, 0), (4, 130)], head_dim=64, is_causal=False)
+@example(lengths=[], head_dim=64, is_causal=False)
+def test_any_packed_batch(lengths: list[tuple[int, int]], head_dim: int, is_causal: bool) -> None:
+    queries, keys = ([pair[at] for pair in lengths] for at in (0, 1))
+    assert_packed(queries, keys, head_dim, 1, is_causal)
 
 
 def padding(ranges: list[tuple[int, int]], length: int) -> Tensor:
@@ -102,25 +80,16 @@ def assert_padded(
 
 
 @pytest.mark.usefixtures("size")
-@pytest.mark.parametrize(
-    ("head_dim", "is_causal", "size"),
-    pairwise(product([64, 80], [False, True], LOADS)),
-    indirect=["size"],
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    ends=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=3),
+    head_dim=st.sampled_from([40, 64, 128]),
+    is_causal=st.booleans(),
 )
-def test_padded(is_causal: bool, head_dim: int) -> None:
-    ranges = [(0, 130), (70, 130), (199, 1), (0, 200), (30, 100), (0, 0)]
-    assert_padded(ranges, 200, head_dim, is_causal)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_padded_batch(data: st.DataObject) -> None:
-    length = data.draw(st.integers(1, 200))
-    ends = st.tuples(st.integers(0, length), st.integers(0, length))
-    drawn = data.draw(st.lists(ends, min_size=1, max_size=3))
-    ranges = [(min(pair), abs(pair[0] - pair[1])) for pair in drawn]
-    head_dim = data.draw(st.sampled_from([40, 64, 128]))
-    assert_padded(ranges, length, head_dim, data.draw(st.booleans()))
+@example(ends=[(0, 130), (70, 200), (199, 200), (0, 200), (9, 9)], head_dim=80, is_causal=True)
+def test_any_padded_batch(ends: list[tuple[int, int]], head_dim: int, is_causal: bool) -> None:
+    ranges = [(min(pair), abs(pair[0] - pair[1])) for pair in ends]
+    assert_padded(ranges, max(1, *map(max, ends)), head_dim, is_causal)
 
 
 def test_key_ranges() -> None:
@@ -128,7 +97,6 @@ def test_key_ranges() -> None:
     keys = padding(ranges, 3000)
     for each in (keys, keys.mT.contiguous().mT, keys[:1].expand(3, 3000)):
         found = key_ranges(each)
-        assert found.starts is not None
         assert found.starts.dtype == found.lengths.dtype == torch.int32
         expected = ranges[: len(each)] if each.stride(0) else ranges[:1] * 3
         pairs = zip(found.starts.tolist(), found.lengths.tolist(), strict=True)
@@ -136,20 +104,15 @@ def test_key_ranges() -> None:
     assert key_ranges(keys[:0]).lengths.shape == (0,)
 
 
-def call_of(mask: Tensor | None, **fields: Any) -> AttentionCall:
-    query, key, value = (half(2, heads, 70, 64, seed=heads) for heads in (4, 2, 2))
-    return AttentionCall(query, key, value, attn_mask=mask, enable_gqa=True, **fields)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_drop_in_and_its_core(is_causal: bool, shared: bool) -> None:
     keys = padding([(0, 50), (30, 40)], 70)
     mask = keys[0] if shared else keys[:, None, None].expand(2, 4, 70, 70)
-    call = call_of(mask, is_causal=is_causal, scale=0.2)
+    sizes = {"batch": 2, "q_heads": 4, "kv_heads": 2, "scale": 0.2}
+    call = call_of(70, 70, attn_mask=mask, is_causal=is_causal, **sizes)
     kernel = catalogue()["triton-varlen"]
     assert kernel.unsupported(call) is None
-    assert kernel.prepare is not None
     reference = attend(call.query, call.key, call.value, mask, is_causal, 0.2).output
     assert_right(kernel.attention(**call.arguments()), reference, call)
     assert_right(kernel.prepare(call)(), reference, call)

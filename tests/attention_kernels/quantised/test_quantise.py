@@ -1,7 +1,4 @@
-"""Keys and values in 8 bits are near the originals, scales are right, and no other memory is
-written."""
-
-from __future__ import annotations
+"""Keys and values in 8 bits are near the originals, and no other memory is written."""
 
 import math
 

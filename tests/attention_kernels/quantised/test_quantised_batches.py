@@ -1,7 +1,5 @@
 """8-bit prefill quantises each sequence of packed, padded and masked batches separately."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -35,8 +33,7 @@ NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8")
 
 
 def shifted(call: AttentionCall) -> AttentionCall:
-    """Return a call whose keys share an offset, so that a mean of other keys would change the
-    output."""
+    """Return a call whose keys share an offset, so that a mean of other keys shows."""
     return call.with_tensors({"key": call.key + 1.0})
 
 
@@ -64,17 +61,13 @@ PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": o
     smooth_k=st.booleans(),
 )
 @example(each=[5, 0, 130, 0], key_dtype=torch.int8, smooth_k=True)
-def test_sequences_are_quantised_separately(
-    each: list[int], key_dtype: torch.dtype, smooth_k: bool
-) -> None:
-    """Each sequence has its own groups with equal bits; a sequence without keys has a group of
-    zeros."""
+def test_sequences_are_separate(each: list[int], key_dtype: torch.dtype, smooth_k: bool) -> None:
+    """Each sequence has its own groups with equal bits; one without keys has a group of zeros."""
     tokens = sum(each) + 1
     key, value = (normal(1, 2, tokens, 40, dtype=torch.float16, seed=seed) for seed in (1, 2))
     begins = offsets(*each)
     packed = Lengths("packed", len(each), 0, k_starts=begins)
     together = quantise_key_value(key, value, key_dtype, True, smooth_k, True, packed)
-    assert together.value_scale is not None
     for n, length in enumerate(each):
         first = first_group.fn(int(begins[n]), n, GROUP)
         own = slice(int(begins[n]), int(begins[n]) + length)
@@ -94,12 +87,10 @@ def test_sequences_are_quantised_separately(
         alone = quantise_key_value(
             key[:, :, own], value[:, :, own], key_dtype, True, smooth_k, True
         )
-        assert alone.value_scale is not None
         wanted = (alone.key, alone.key_scale, alone.value, alone.value_scale)
         for part, same in zip(found, wanted, strict=True):
             assert torch.equal(part.float(), same.float())
         if alone.key_mean is not None:
-            assert together.key_mean is not None
             assert torch.equal(together.key_mean[n], alone.key_mean[0])
 
 
@@ -114,8 +105,6 @@ def test_padded_batches_quantise_valid_keys_only() -> None:
         groups = alone.key_scale.shape[2]
         assert torch.equal(together.key[n, :, : groups * GROUP], alone.key[0])
         assert torch.equal(together.key_scale[n, :, :groups], alone.key_scale[0])
-        assert together.key_mean is not None
-        assert alone.key_mean is not None
         assert torch.equal(together.key_mean[n], alone.key_mean[0])
 
 
@@ -149,8 +138,7 @@ def test_packed_with_head_dim_256(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequence_equals_the_sequence_alone(name: str) -> None:
-    """Outputs may differ only by the rounding of probabilities, whose blocks differ if there are
-    few queries."""
+    """Outputs may differ only by rounded probabilities: few queries have other blocks."""
     call = call_of(201, 320, **PACKED, is_causal=True, q_heads=4, kv_heads=2)
     output = find(name).attention(**call.arguments())
     at_q, at_k = offsets(*Q_LENGTHS), offsets(*K_LENGTHS)
@@ -256,7 +244,6 @@ def test_masks_with_soft_cap_and_sinks(name: str, head_dim: int) -> None:
 def test_blocks_that_a_mask_hides_are_not_visited(fp8_value: bool) -> None:
     call = masked_call(band(64, 640, 60))
     quantised = quantise_key_value(call.key, call.value, FP8, fp8_value)
-    assert call.attn_mask is not None
     expected = attend_to_quantised(call.query, quantised, attn_mask=call.attn_mask)
     quantised.key_scale[:, :, 1:] = math.nan
     if quantised.value_scale is not None:

@@ -1,7 +1,5 @@
 """8-bit prefill agrees with attention on its dequantised operands, and with the reference."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
@@ -34,7 +32,7 @@ from replay.accuracy.reference import attention
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import Kernel, find
 from tests.attention_kernels import eager
-from tests.attention_kernels.calls import DEVICE, assert_right
+from tests.attention_kernels.calls import DEVICE
 from tests.attention_kernels.quantised.test_quantise import dequantised_key, dequantised_value
 
 FP8 = torch.float8_e4m3fn
@@ -144,8 +142,7 @@ class Interpreted:
 
 
 def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """Return the query, multiplied by softmax's scale, after a round trip through 8 bits with one
-    scale per row."""
+    """Return the query times softmax's scale, after a round trip through 8 bits by row."""
     query = call.query.float() * (call.softmax_scale * math.log2(math.e))
     largest = query.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     if dtype == torch.int8:
@@ -170,8 +167,7 @@ def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
 
 
 def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
-    """Check that the output follows from the 8-bit operands, apart from rounding of
-    probabilities."""
+    """Check that the output follows from the 8-bit operands and rounded probabilities."""
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k)
     expected = eager.attend(
@@ -206,9 +202,7 @@ def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
         ("sage-fp8", (1, 8, 2, 1, 300, 64), False),
     ],
 )
-def test_output_follows_from_the_operands(
-    kind: str, shape: tuple[int, ...], is_causal: bool
-) -> None:
+def test_output_follows_from_operands(kind: str, shape: tuple[int, ...], is_causal: bool) -> None:
     check(random_call(*shape, is_causal=is_causal), kind)
 
 
@@ -263,12 +257,6 @@ def test_a_cap_needs_the_mean_of_the_keys() -> None:
     attend_to_quantised(call.query, unsmoothed, options=capped)
 
 
-@each_kind
-def test_near_the_reference(kind: str) -> None:
-    call = random_call(1, 2, 1, 130, 270, 64, offset=1.0, dtype=torch.bfloat16)
-    assert_right(run(call, kind), attention(call), call, "quantised")
-
-
 @pytest.mark.parametrize("name", ["triton-fp8", "triton-sage-fp8"])
 def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(name: str) -> None:
     """The tensor cores' rounding cannot be tested here, only that the sum includes all blocks."""
@@ -281,7 +269,6 @@ def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(name: str) -> No
 
 
 def _core(kernel: Kernel, call: AttentionCall) -> Tensor:
-    assert kernel.prepare is not None
     return kernel.prepare(call)()
 
 

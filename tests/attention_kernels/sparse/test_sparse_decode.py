@@ -1,8 +1,7 @@
 """The tokens with the highest scores are chosen, and decoding attends only to chosen tokens."""
 
-from __future__ import annotations
-
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from capture.call.attention_call import AttentionCall
 from replay.accuracy.sparse import kept_share, restricted
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import find
-from tests.attention_kernels.calls import DEVICE, assert_near, half, verify
+from tests.attention_kernels import calls
+from tests.attention_kernels.calls import DEVICE, assert_near, verify
 from tests.attention_kernels.eager import attend, scores
 
 NAMES = ["triton-sparse-decode", "triton-paged-sparse-decode"]
@@ -26,18 +26,13 @@ NAMES = ["triton-sparse-decode", "triton-paged-sparse-decode"]
 def call_of(
     batch: int = 2, q_len: int = 1, kv_len: int = 90, lengths: list[int] | None = None
 ) -> AttentionCall:
-    mask = None
-    if lengths is not None:
-        place = torch.arange(kv_len, device=DEVICE)
-        counted = torch.tensor(lengths, device=DEVICE)[:, None]
-        mask = (place >= kv_len - counted)[:, None, None]
-    return AttentionCall(
-        half(batch, 4, q_len, 40),
-        half(batch, 2, kv_len, 40, seed=1),
-        half(batch, 2, kv_len, 24, seed=2),
-        mask,
-        enable_gqa=True,
-    )
+    """Return a call whose keys are padded on the left to these lengths."""
+    sizes = {"batch": batch, "q_heads": 4, "kv_heads": 2, "v_head_dim": 24}
+    call = calls.call_of(q_len, kv_len, 40, **sizes)
+    if lengths is None:
+        return call
+    is_key = torch.arange(kv_len, device=DEVICE) >= kv_len - calls.lengths(*lengths)[:, None]
+    return replace(call, attn_mask=is_key[:, None, None])
 
 
 def best_tokens(call: AttentionCall, count: int) -> Tensor:
@@ -69,7 +64,6 @@ def test_how_many_are_kept(keep: float, count: int) -> None:
 
 def test_a_short_sequence_keeps_a_share_of_its_own_tokens() -> None:
     call = call_of(3, lengths=[90, 1, 40])
-    assert call.attn_mask is not None
     indices = choose_tokens(call.query, call.key, 0.1, allowed=call.attn_mask[:, 0, 0])
     assert (indices >= 0).sum(dim=2).tolist() == [[9, 9], [1, 1], [4, 4]]
     assert (indices[1] == -1).sum() == 16

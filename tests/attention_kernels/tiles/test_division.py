@@ -1,7 +1,5 @@
 """Division by multiplication agrees with Python's division."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A call is unchanged after it is split into the parts of ranks and joined again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,6 @@ def heads_of(call: AttentionCall, *parts: tuple[Sequence[int], Sequence[int]]) -
 
 def queries_of(call: AttentionCall, *ends: int) -> list[AttentionCall]:
     """Return a call in parts that end at these query positions."""
-    assert call.output is not None
     parts = []
     for first, end in zip((0, *ends), ends, strict=False):
         mask = call.attn_mask
@@ -158,9 +155,7 @@ def strided(size: Sequence[int], order: Sequence[int], expanded: Sequence[int] =
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
 @pytest.mark.parametrize("cut", [1, 2])
 @pytest.mark.parametrize("expanded", [(), (0,)])
-def test_strides_are_those_of_the_whole(
-    order: tuple[int, ...], cut: int, expanded: tuple[int, ...]
-) -> None:
+def test_strides_of_the_whole(order: tuple[int, ...], cut: int, expanded: tuple[int, ...]) -> None:
     """Parts are dense, as each rank has its own memory; joining restores the original strides."""
     whole = strided((3, 4, 5, 8), order, expanded)
     parts = []

@@ -1,7 +1,5 @@
 """Masks that real models pass to SDPA are recorded and recognised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from replay.accuracy.reference import attention
 from tests.capture.recording.callers import assert_good
 from tests.factories import tiny_llama
 
+Run = Callable[[Any], object]
 IDS = torch.arange(2, 22).reshape(2, 10)
 PADDED = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
 """Attention mask in which the second sequence is shorter."""
@@ -46,9 +45,19 @@ def tiny(name: str, **config: Any) -> Any:
     return auto.from_config(transformers.AutoConfig.for_model(name, **{**small, **config})).eval()
 
 
-def generate(model: Any, **options: Any) -> None:
-    mask = options.pop("attention_mask", torch.ones_like(IDS))
-    model.generate(IDS, attention_mask=mask, do_sample=False, pad_token_id=0, **options)
+def generating(**options: Any) -> Run:
+    """Return a run that generates three tokens."""
+    usual = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "pad_token_id": 0}
+    return lambda model: model.generate(IDS, max_new_tokens=3, **{**usual, **options})
+
+
+def masked(mask: torch.Tensor) -> Run:
+    return lambda model: model(IDS, attention_mask=mask)
+
+
+def packed(model: Any) -> None:
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]])
+    model(IDS[:1], position_ids=places, use_cache=False)
 
 
 def in_two_chunks(model: Any) -> None:
@@ -59,52 +68,21 @@ def in_two_chunks(model: Any) -> None:
         model(chunk, past_key_values=cache)
 
 
-MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], set[str]]] = {
-    "Llama, a static cache": (
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, tuple[Callable[[], Any], Run, set[str]]] = {
+    "static cache": (tiny_llama, generating(cache_implementation="static"), {"padding", "no mask"}),
+    "two chunks": (tiny_llama, in_two_chunks, {"bottom-right causal, padding"}),
+    "eager mask": (tiny_llama, masked(LOWEST), {"causal, padding"}),
+    "left padding": (
         tiny_llama,
-        lambda model: generate(model, max_new_tokens=3, cache_implementation="static"),
-        {"padding", "no mask"},
-    ),
-    "Llama, two chunks into a static cache": (
-        tiny_llama,
-        in_two_chunks,
-        {"bottom-right causal, padding"},
-    ),
-    "Llama, an eager mask": (
-        tiny_llama,
-        lambda model: model(IDS, attention_mask=LOWEST),
-        {"causal, padding"},
-    ),
-    "Llama, left padding": (
-        tiny_llama,
-        lambda model: generate(model, max_new_tokens=3, attention_mask=PADDED.flip(1)),
+        generating(attention_mask=PADDED.flip(1)),
         {"causal, left padding", "left padding"},
     ),
-    "Llama, right padding": (
-        tiny_llama,
-        lambda model: model(IDS, attention_mask=PADDED),
-        {"causal, padding"},
-    ),
-    "Llama, packed": (
-        tiny_llama,
-        lambda model: model(
-            IDS[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]]), use_cache=False
-        ),
-        {"3 packed sequences, causal"},
-    ),
-    "Mistral": (
-        lambda: tiny("mistral", sliding_window=4),
-        lambda model: generate(model, max_new_tokens=3),
-        {"window 3/0", "no mask"},
-    ),
-    "Gemma 3": (
-        lambda: tiny(
-            "gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-        ),
-        lambda model: model(IDS),
-        {"window 3/0"},
-    ),
-    "BERT": (lambda: tiny("bert"), lambda model: model(IDS, attention_mask=PADDED), {"padding"}),
+    "right padding": (tiny_llama, masked(PADDED), {"causal, padding"}),
+    "packed": (tiny_llama, packed, {"3 packed sequences, causal"}),
+    "Mistral": (lambda: tiny("mistral", sliding_window=4), generating(), {"window 3/0", "no mask"}),
+    "Gemma 3": (lambda: tiny("gemma3_text", **WINDOW), lambda model: model(IDS), {"window 3/0"}),
+    "BERT": (lambda: tiny("bert"), masked(PADDED), {"padding"}),
 }
 
 
@@ -122,6 +100,5 @@ def test_masks_of_models(name: str, tmp_path: Path) -> None:
     said = {entry.header.mask_structure for entry in data.entries}
     assert said - {""} == expected
     for call, structure in zip(calls, found, strict=True):
-        assert structure is not None
         if (restated := structure.restated(call)) is not None:
             torch.testing.assert_close(attention(restated), attention(call))

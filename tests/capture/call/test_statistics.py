@@ -1,7 +1,5 @@
 """Figures of a call's attention are compared with known cases and a plain computation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -93,9 +91,7 @@ def test_soft_cap_flattens_and_a_sink_takes_its_share() -> None:
 
 
 @pytest.mark.parametrize(("factor", "outliers"), [(3.0, 0), (6.0, 2)])
-def test_outlier_channels_are_counted_in_the_head_that_has_most(
-    factor: float, outliers: int
-) -> None:
+def test_outlier_channels_are_counted_in_the_head_with_most(factor: float, outliers: int) -> None:
     key = CALL.key.clone()
     key[:, 1, :, [3, 11]] *= factor
     key[:, 0, :, 5] *= factor

@@ -1,7 +1,5 @@
 """Exit codes and messages of the command, and processes that are interrupted."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -21,6 +19,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 USER_MODEL = """
 import os
 import sys
+import tempfile
 import time
 import torch
 import torch.nn.functional as F
@@ -80,19 +79,27 @@ class Refused(nn.Module):
 
 def refused():
     model = Refused()
+    return model, lambda: (model(torch.randn(1, 2, 5, 8)), print("AFTER", file=sys.stderr))
 
+
+def raising(error):
     def run():
-        model(torch.randn(1, 2, 5, 8))
-        print("AFTER", file=sys.stderr)
+        raise error
 
-    return model, run
+    return run
+
+
+def after_a_call(end):
+    attention = Attention()
+    return attention, lambda: (attention(torch.randn(1, 2, 5, 8)), end())
 
 
 def broken():
-    def run():
-        raise ZeroDivisionError("by nought")
+    return Attention(), raising(ZeroDivisionError("by nought"))
 
-    return Attention(), run
+
+def interrupted_early():
+    return Attention(), raising(KeyboardInterrupt())
 
 
 class Own(BaseException):
@@ -105,51 +112,26 @@ class Speechless(Exception):
 
 
 def exits():
-    attention = Attention()
-
-    def run():
-        attention(torch.randn(1, 2, 5, 8))
-        sys.exit(3)
-
-    return attention, run
-
-
-def raising(error):
-    attention = Attention()
-
-    def run():
-        attention(torch.randn(1, 2, 5, 8))
-        raise error
-
-    return attention, run
+    return after_a_call(lambda: sys.exit(3))
 
 
 def own():
-    return raising(Own("mine"))
+    return after_a_call(raising(Own("mine")))
 
 
 def speechless():
-    return raising(Speechless())
+    return after_a_call(raising(Speechless()))
 
 
 def moving():
     attention = Attention()
 
     def run():
-        import tempfile
-
         for _ in range(4):
             attention(torch.randn(1, 2, 5, 8))
             os.chdir(tempfile.mkdtemp())
 
     return attention, run
-
-
-def interrupted_early():
-    def run():
-        raise KeyboardInterrupt
-
-    return Attention(), run
 
 
 def silent():
@@ -193,14 +175,8 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         (["--max-bytes", "lots"], "invalid size 'lots' (must be such as 500M or 20G)"),
         (["--max-bytes", "inf"], "invalid size 'inf'"),
         (["--max-bytes", "0"], "invalid size '0'"),
-        (
-            ["--max", "per-layer", "--sample", "first", "--model", "llama"],
-            "max per-layer needs sample spread, not first",
-        ),
-        (
-            ["--sample", "random"],
-            "must be spread, hard, first or every:N (N at least 1), not 'random'",
-        ),
+        (["--max", "per-layer", "--sample", "first", "--model", "llama"], "needs sample spread"),
+        (["--sample", "random"], "spread, hard, first or every:N (N at least 1), not 'random'"),
         (["--rank", "-1", "--model", "llama"], "must be an integer of at least 0, not -1"),
         (["--modle", "llama"], "unknown option --modle: did you mean --modules or --model?"),
         (["--overw"], "unknown option --overw: did you mean --overwrite"),
@@ -224,7 +200,7 @@ def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
     [("500M", 500 * 10**6), ("20G", 20 * 10**9), ("1.5k", 1500), ("7", 7), ("2TB", 2 * 10**12)],
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    from capture.cli.record_command import _size
+    from capture.cli.record_options import _size
 
     assert _size(text) == nbytes
 
@@ -239,13 +215,6 @@ def sentence_of(result: tuple[int, str, str], code: int) -> str:
     return lines[0].removeprefix("capture: ")
 
 
-def test_unknown_model(run_cli: Run, tmp_path: Path) -> None:
-    result = run_cli("--model", "lama", "--out", str(tmp_path / "out"))
-    sentence = sentence_of(result, 2)
-    assert "no model or directory is called 'lama': did you mean" in sentence
-    assert "llama" in sentence
-
-
 @pytest.mark.parametrize("below", ["file", "file/x"])
 def test_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
@@ -253,9 +222,7 @@ def test_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: s
     assert sentence_of(result, 2).endswith("choose another with --out")
 
 
-def test_parts_of_calls_that_no_rank_shares_are_refused_before_a_model_is_loaded(
-    run_cli: Run, tmp_path: Path
-) -> None:
+def test_parts_of_calls_that_no_rank_shares_are_refused_first(run_cli: Run, tmp_path: Path) -> None:
     for given, said in (
         (("--split", "heads", "--heads", "0"), "leave out --heads or --split"),
         (("--split", "queries", "--rank", "1"), "start them with torchrun"),
@@ -265,21 +232,16 @@ def test_parts_of_calls_that_no_rank_shares_are_refused_before_a_model_is_loaded
 
 
 def test_missed_attention_is_printed(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
-    code, printed, errors = run_cli(
-        "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")
-    )
+    command = ("--model", f"{model_file}:holding", "--out", str(tmp_path / "out"))
+    code, printed, errors = run_cli(*command)
     assert code == 0
     assert printed.startswith("recorded 1 of 1 attention call")
-    missed = (
-        "missed, and not in the census: 1 run of 1 module of class HeldAttention (such as held)"
-    )
+    missed = "missed, and not in the census: 1 run of 1 module of class HeldAttention"
     assert f"kept of the eligible calls: 1 of 1; {missed}" in errors
     assert errors.count("HeldAttention") == 1
 
 
-def test_user_s_function_and_the_same_name_twice(
-    run_cli: Run, tmp_path: Path, model_file: Path
-) -> None:
+def test_user_s_function_and_one_name_twice(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     out = str(tmp_path / "out")
     command = ("--model", f"{model_file}:build", "--out", out, "--max", "3")
     code, printed, _ = run_cli(*command)
@@ -310,6 +272,7 @@ def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> No
     out = str(tmp_path / "two words")
     command = ("--model", f"{model_file}:build", "--out", out, "--overwrite")
     *_, err = run_cli(*command)
+    assert err.startswith("my.py:build: size unknown before the run\nweights: ")
     assert err.endswith(f"next: replay these calls through every kernel: replay --dir '{out}'\n")
     quiet = run_cli(*command, "--quiet", "--max-bytes", "3k")
     assert quiet[2].startswith("reached --max-bytes")
@@ -329,6 +292,7 @@ def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> No
         ("silent", [], 2, "no attention call was seen"),
         ("broken", [], 1, "ZeroDivisionError: by nought (traceback with --debug)"),
         ("absent", [], 2, "has no function 'absent'"),
+        ("interrupted_early", [], 130, "interrupted; nothing was recorded"),
     ],
 )
 def test_runs_that_keep_nothing(
@@ -366,18 +330,14 @@ def test_models_exception_is_a_sentence_and_its_calls_are_kept(
     assert len(load(out)) == 1
 
 
-def test_interruption_before_the_first_call_leaves_nothing(
-    run_cli: Run, tmp_path: Path, model_file: Path
-) -> None:
+def test_early_interruption_leaves_nothing(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     out = tmp_path / "out"
     result = run_cli("--model", f"{model_file}:interrupted_early", "--out", str(out))
     assert sentence_of(result, 130) == "interrupted; nothing was recorded"
     assert not out.exists()
 
 
-def test_failure_does_not_claim_calls_of_earlier_captures(
-    run_cli: Run, tmp_path: Path, model_file: Path
-) -> None:
+def test_failure_claims_no_earlier_calls(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     out = tmp_path / "out"
     run_cli("--model", f"{model_file}:build", "--out", str(out))
     for function, code in (("broken", 1), ("absent", 2), ("build", 2)):
@@ -385,9 +345,7 @@ def test_failure_does_not_claim_calls_of_earlier_captures(
         assert "calls already in" not in sentence_of(result, code)
 
 
-def test_problem_is_reported_once_and_at_once(
-    run_cli: Run, tmp_path: Path, model_file: Path
-) -> None:
+def test_problem_is_shown_once_and_at_once(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     out = tmp_path / "out"
     code, _, err = run_cli("--model", f"{model_file}:refused", "--out", str(out))
     told = [line for line in err.splitlines() if "cannot be stored: scale inf" in line]
@@ -447,13 +405,10 @@ def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pat
     assert "is missing: the files were read instead" in err
 
 
-def test_control_c_leaves_a_readable_dataset(
-    start_python: Start, model_file: Path, tmp_path: Path
-) -> None:
+def test_control_c_leaves_a_dataset(start_python: Start, model_file: Path, tmp_path: Path) -> None:
     """The dataset stays readable even though the model has changed the current directory."""
     model = f"{model_file}:slow"
     process = start_python("-m", "capture", "--model", model, "--out", "out", cwd=tmp_path)
-    assert process.stdout is not None
     assert any("RUNNING" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=200)

@@ -1,21 +1,18 @@
 """`capture show` describes masks, pages and shared memory."""
 
-from __future__ import annotations
-
 import contextlib
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from capture import load, record
 from capture.cli.dataset_tables import show, show_statistics
 from capture.storage.call_file import PackedCall
 from tests.factories import normal, random_call
+from tests.printed import printed
 from tests.variant_calls import paged_call
 
 ALL = torch.ones(1, 1, 64, 64, dtype=torch.bool)
@@ -32,31 +29,25 @@ ALL = torch.ones(1, 1, 64, 64, dtype=torch.bool)
 def test_masks_in_words(mask: Tensor, said: str, tmp_path: Path) -> None:
     call = random_call(q_len=64, kv_len=64, attn_mask=mask)
     PackedCall.of(call).write(tmp_path / "model-000000.safetensors")
-    file = io.StringIO()
-    show(load(tmp_path), Console(file=file, width=200))
-    assert said in file.getvalue()
-    assert "\nmodel-000000 " in file.getvalue()  # the name that `replay --call` takes
+    text = printed(show, load(tmp_path), width=200)
+    assert said in text
+    assert "\nmodel-000000 " in text  # the name that `replay --call` takes
 
 
 def test_pages_and_a_value_in_the_key_in_words(tmp_path: Path) -> None:
     call = paged_call([40, 70], 16, head_dim=24)
     call = replace(call, value=call.key[..., :16])
     PackedCall.of(call).write(tmp_path / "model-000000.safetensors")
-    file = io.StringIO()
-    show(load(tmp_path), Console(file=file, width=200))
-    said = "seqused_k, 14 pages of 16, value = 16 columns of key · query and key BHSD"
-    assert said in file.getvalue()
+    text = printed(show, load(tmp_path), width=200)
+    assert "seqused_k, 14 pages of 16, value = 16 columns of key · query and key BHSD" in text
 
 
-def test_recording_that_ended_early_is_called_incomplete(
-    layers: nn.Module, states: Tensor, tmp_path: Path
-) -> None:
+def test_early_end_is_called_incomplete(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), record(layers, tmp_path):
         layers(states)
         raise KeyboardInterrupt
-    file = io.StringIO()
-    show(load(tmp_path), Console(file=file, width=200))
-    assert "incomplete: interrupted, or calls or the manifest were lost" in file.getvalue()
+    text = printed(show, load(tmp_path), width=200)
+    assert "incomplete: interrupted, or calls or the manifest were lost" in text
 
 
 def test_statistics_by_layer(tmp_path: Path) -> None:
@@ -68,9 +59,7 @@ def test_statistics_by_layer(tmp_path: Path) -> None:
     dataset = load(tmp_path)
     broken = tmp_path / "m-0.safetensors"
     broken.write_bytes(broken.read_bytes()[:-8])
-    file = io.StringIO()
-    show_statistics(dataset, Console(file=file, width=80))
-    lines = file.getvalue().splitlines()
+    lines = printed(show_statistics, dataset).splitlines()
     assert lines[0].startswith("note: ")
     assert "m-0.safetensors" in "".join(lines[:5])
     table = [line.split() for line in lines if line.startswith(("layers", "[red]"))]
@@ -83,9 +72,8 @@ def test_layer_without_keys_has_dashes_and_the_others_their_statistics(tmp_path:
         call = random_call(q_len=64, kv_len=kv_len)
         origin = replace(call.origin, model="model", module=module, phase="prefill")
         PackedCall.of(replace(call, origin=origin)).write(tmp_path / f"m-{index}.safetensors")
-    file = io.StringIO()
-    show_statistics(load(tmp_path), Console(file=file, width=80))
-    lines = [line.split() for line in file.getvalue().splitlines() if line.startswith("layers")]
+    text = printed(show_statistics, load(tmp_path))
+    lines = [line.split() for line in text.splitlines() if line.startswith("layers")]
     assert lines[0] == ["layers.0", "1", *"-----"]
     assert lines[1][:3] == ["layers.1", "2", "0"]
     assert not {"-", "inf"}.intersection(lines[1])

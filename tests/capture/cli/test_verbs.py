@@ -1,7 +1,5 @@
 """Each verb has help, and no verb ignores an option."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from pathlib import Path

@@ -52,7 +52,11 @@ def test_stdout_that_is_full(tmp_path: Path, given: str) -> None:
 @pytest.mark.parametrize(
     "commands",
     [
-        ["capture --model llama >/dev/full", "capture show captured_inputs >/dev/full"],
+        [
+            "capture --model llama >/dev/full",
+            "capture show captured_inputs >/dev/full",
+            "capture show captured_inputs | true",
+        ],
         [f"{REPLAY} --json - | true", f"{REPLAY} --in-process --json - >/dev/full"],
     ],
 )
@@ -63,6 +67,7 @@ def test_stdout_that_cannot_be_written_is_reported_in_a_sentence(
         done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)
         assert b"OSError" not in done.stderr
         assert b"BrokenPipeError" not in done.stderr
+        assert b"SystemExit" not in done.stderr
         if ">/dev/full" in command:
             assert b"cannot write to stdout: No space left on device" in done.stderr
             assert done.returncode == 1

@@ -1,7 +1,5 @@
 """Denoisers of pictures, videos and sound, from diffusers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -66,12 +64,17 @@ def denoiser(
     return build
 
 
-FLUX = {
+SMALL = {
     "in_channels": 4,
+    "out_channels": 4,
     "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+}
+FLUX = {
+    **SMALL,
     "num_single_layers": 1,
     "attention_head_dim": 16,
-    "num_attention_heads": 2,
     "joint_attention_dim": 32,
     "pooled_projection_dim": 32,
     "axes_dims_rope": (4, 4, 8),
@@ -200,19 +203,14 @@ MODELS = [
         denoiser("WanTransformer3DModel", WAN, lambda: video(channels=16, text=32)),
         denoised(4),
     ),
-    # With classifier-free guidance, each step is two forward passes. Here each step has its own
-    # transformer.
+    # Guidance makes each step two forward passes. Here each step has its own transformer.
     Foreign("Wan 2.2", wan_2_2, Counter({("denoise", 0): 8, ("denoise", 1): 8})),
     Foreign(
         "HunyuanVideo 1.5",
         denoiser(
             "HunyuanVideo15Transformer3DModel",
             {
-                "in_channels": 4,
-                "out_channels": 4,
-                "num_attention_heads": 2,
-                "attention_head_dim": 8,
-                "num_layers": 2,
+                **SMALL,
                 "num_refiner_layers": 1,
                 "mlp_ratio": 2.0,
                 "text_embed_dim": 16,
@@ -237,11 +235,9 @@ MODELS = [
         denoiser(
             "QwenImageTransformer2DModel",
             {
+                **SMALL,
                 "in_channels": 16,
-                "out_channels": 4,
-                "num_layers": 2,
                 "attention_head_dim": 16,
-                "num_attention_heads": 2,
                 "joint_attention_dim": 16,
                 "axes_dims_rope": (8, 4, 4),
             },
@@ -260,17 +256,13 @@ MODELS = [
         denoiser(
             "LTX2VideoTransformer3DModel",
             {
-                "in_channels": 4,
-                "out_channels": 4,
-                "num_attention_heads": 2,
-                "attention_head_dim": 8,
+                **SMALL,
                 "cross_attention_dim": 16,
                 "audio_in_channels": 4,
                 "audio_out_channels": 4,
                 "audio_num_attention_heads": 2,
                 "audio_attention_head_dim": 4,
                 "audio_cross_attention_dim": 8,
-                "num_layers": 2,
                 "caption_channels": 16,
                 "rope_double_precision": False,
             },
@@ -314,13 +306,10 @@ MODELS = [
         denoiser(
             "CogVideoXTransformer3DModel",
             {
-                "num_attention_heads": 2,
+                **SMALL,
                 "attention_head_dim": 16,
-                "in_channels": 4,
-                "out_channels": 4,
                 "time_embed_dim": 8,
                 "text_embed_dim": 16,
-                "num_layers": 2,
                 "sample_width": 8,
                 "sample_height": 8,
                 "sample_frames": 5,
@@ -339,11 +328,8 @@ MODELS = [
         denoiser(
             "SanaTransformer2DModel",
             {
-                "in_channels": 4,
-                "out_channels": 4,
-                "num_layers": 2,
+                **SMALL,
                 "attention_head_dim": 4,
-                "num_attention_heads": 2,
                 "num_cross_attention_heads": 2,
                 "cross_attention_head_dim": 4,
                 "cross_attention_dim": 8,
@@ -360,11 +346,8 @@ MODELS = [
         denoiser(
             "MochiTransformer3DModel",
             {
-                "num_attention_heads": 2,
-                "attention_head_dim": 8,
-                "num_layers": 2,
+                **SMALL,
                 "pooled_projection_dim": 16,
-                "in_channels": 4,
                 "text_embed_dim": 16,
                 "time_embed_dim": 4,
                 "max_sequence_length": 8,

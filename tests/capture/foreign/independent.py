@@ -7,8 +7,6 @@ with the inputs and output of every call, and the operator's count from PyTorch'
 The eager attention of transformers' models is a function in each model's module.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Entry in the table of foreign models: how to build and run a model, and its expected calls."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Table of every foreign model; `python -m tests.capture.foreign.table` prints it for the docs."""
 
-from __future__ import annotations
-
 from tests.capture.foreign import denoisers, text, vision_and_audio
 from tests.capture.foreign.model import Foreign
 

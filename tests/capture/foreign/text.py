@@ -1,7 +1,5 @@
 """Language models and text encoders from transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -157,9 +155,7 @@ MODELS = [
         REGISTRY,
     ),
     Foreign("gpt-oss", decoder("gpt_oss", **EXPERTS, **ALTERNATING), generated(2), REGISTRY),
-    Foreign(
-        "DeepSeek V3", decoder("deepseek_v3", **{**GROUPED, **LATENT, **EXPERTS}), generated(2)
-    ),
+    Foreign("DeepSeek V3", decoder("deepseek_v3", **LATENT, **EXPERTS), generated(2)),
     # All heads share one key, which also serves as the value.
     Foreign(
         "DeepSeek V4",
@@ -214,9 +210,7 @@ MODELS = [
     ),
     Foreign("Falcon", decoder("falcon", SIZES), generated(2)),
     Foreign("GPT-2", decoder("gpt2", GPT), generated(2)),
-    Foreign(
-        "OPT", decoder("opt", {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 32}), generated(2)
-    ),
+    Foreign("OPT", decoder("opt", SIZES, ffn_dim=32, word_embed_proj_dim=32), generated(2)),
     Foreign("Jamba", decoder("jamba", attn_layer_period=2, attn_layer_offset=1), generated(1)),
     Foreign("Mamba", decoder("mamba", {**SIZES, "state_size": 4}), NONE),
     Foreign(

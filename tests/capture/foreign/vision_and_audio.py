@@ -1,7 +1,5 @@
 """Vision and audio models from transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

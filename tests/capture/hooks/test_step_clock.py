@@ -137,6 +137,14 @@ def test_step_is_the_schedulers(
     assert "forwards" not in run_cli("show", str(tmp_path / "d"))[1]
 
 
+def test_step_replaced_by_the_program_is_not_restored() -> None:
+    class Own(Scheduler): ...
+
+    with step_clock.SchedulerCalls({Own}).count():
+        Own.step = Scheduler.step  # type: ignore[method-assign]
+    assert vars(Own)["step"] is Scheduler.step
+
+
 def test_views_of_the_schedule_are_compared_by_place_in_memory() -> None:
     """Time steps on a GPU are views of one tensor, which must not be read."""
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.capture.recording.callers import assert_good, recorded
 
 
-def test_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
-    """A StaticCache uses the same memory at every step, with different values."""
+def test_tensors_updated_in_place_are_recorded_as_they_were(tmp_path: Path) -> None:
+    """A StaticCache uses the same memory at every step; a model may also change the output."""
     cache = torch.zeros(1, 2, 16, 8)
     queries = torch.randn(4, 1, 2, 1, 8)
 
@@ -21,7 +21,7 @@ def test_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
         def run() -> Tensor:
             cache[:, :, index] = index + 1.0
             keys = cache[:, :, : index + 1]
-            return F.scaled_dot_product_attention(queries[index], keys, keys)
+            return F.scaled_dot_product_attention(queries[index], keys, keys).zero_()
 
         return run
 
@@ -31,9 +31,3 @@ def test_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
     for index, call in enumerate(data):
         assert call.key[0, 0, :, 0].tolist() == [float(n + 1) for n in range(index + 1)]
         assert call.key.stride() == (256, 128, 8, 1)
-
-
-def test_output_changed_in_place_by_the_model_is_recorded_as_it_was(tmp_path: Path) -> None:
-    query = torch.randn(1, 2, 5, 8)
-    data = recorded(tmp_path, lambda: F.scaled_dot_product_attention(query, query, query).zero_())
-    assert_good(data)

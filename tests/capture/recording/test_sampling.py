@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import pytest
@@ -29,14 +29,17 @@ class Offered:
     step: int
     nbytes: int = 1
     difficulty: float | None = None
+    is_nonfinite: bool = False
 
 
 def offer(sampler: Sampler, index: int, call: Offered) -> list[int] | None:
     """Return the indices of the calls to drop, or None if the new call is not kept."""
     place = sampler.place(call.stratum, call.module)
-    if not sampler.wants(place, call.step):
+    is_sought = call.is_nonfinite and not sampler.has_nonfinite
+    if not sampler.wants(place, call.step) and not is_sought:
         return None
-    return sampler.offer(OfferedCall(index, place, call.step, call.nbytes, call.difficulty))
+    properties = call.nbytes, call.difficulty, call.is_nonfinite
+    return sampler.offer(OfferedCall(index, place, call.step, *properties))
 
 
 def sample(
@@ -72,15 +75,18 @@ offered = st.builds(
     difficulty=st.none() | st.floats(0, 1) | st.sampled_from([0.25, 0.5]),
 )
 runs = st.lists(offered, max_size=60)
+runs_with_nan = st.lists(st.builds(replace, offered, is_nonfinite=st.booleans()), max_size=60)
 
 
 @given(
-    calls=runs,
+    calls=runs_with_nan,
     max_calls=st.integers(1, 12),
     name=st.sampled_from(["spread", "hard", "first"]),
 )
 def test_samplers_keep_exactly_max_calls(calls: list[Offered], max_calls: int, name: str) -> None:
-    assert len(sample(calls, max_calls, name=name)) == min(max_calls, len(calls))
+    kept = sample(calls, max_calls, name=name)
+    assert len(kept) == min(max_calls, len(calls))
+    assert {*kept} >= {*[at for at, call in enumerate(calls) if call.is_nonfinite][:1]}
 
 
 @given(
@@ -104,19 +110,20 @@ def test_calls_of_one_size_fill_the_byte_limit(size: int, count: int, max_calls:
     assert len(kept) == min(count, max_calls, 100 // size)
 
 
-@given(calls=runs, max_calls=st.integers(1, 12))
+@given(calls=runs_with_nan, max_calls=st.integers(1, 12))
 def test_hard_keeps_the_most_difficult_and_of_equal_ones_the_first(
     calls: list[Offered], max_calls: int
 ) -> None:
-    def rank(index: int) -> tuple[bool, float, int]:
+    def rank(index: int) -> tuple[bool, bool, float, int]:
         known = calls[index].difficulty
-        return known is None, 0.0 if known is None else -known, index
+        is_finite = not calls[index].is_nonfinite
+        return is_finite, known is None, 0.0 if known is None else -known, index
 
     hardest = sorted(range(len(calls)), key=rank)[:max_calls]
     assert sample(calls, max_calls, name="hard") == sorted(hardest)
 
 
-def test_harder_call_that_does_not_fit_drops_nothing() -> None:
+def test_call_that_does_not_fit_drops_nothing() -> None:
     calls = [
         Offered("a", "x", step, nbytes, difficulty)
         for step, (nbytes, difficulty) in enumerate([(40, 0.3), (40, 0.1), (90, 0.2), (60, 0.4)])
@@ -124,6 +131,8 @@ def test_harder_call_that_does_not_fit_drops_nothing() -> None:
     assert sample(calls[:3], 3, max_bytes=100, name="hard") == [0, 1]
     # The last call needs only the space of the least difficult call.
     assert sample(calls, 3, max_bytes=100, name="hard") == [0, 3]
+    never_fits = [*(Offered("a", "x", step, 3) for step in range(3)), Offered("b", "x", 3, 11)]
+    assert sample(never_fits, 5, max_bytes=10) == [0, 1, 2]
 
 
 def test_first_passes_over_what_does_not_fit() -> None:
@@ -198,11 +207,6 @@ def test_refusals_for_bytes_are_counted_separately() -> None:
         assert tight.refused_for_bytes == 1
 
 
-def test_call_that_never_fits_drops_no_kept_call() -> None:
-    calls = [Offered("a", "x", step, 3) for step in range(3)] + [Offered("b", "x", 3, 11)]
-    assert sample(calls, 5, max_bytes=10) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("name", "max_calls", "max_bytes", "message"),
     [
@@ -273,9 +277,12 @@ def test_per_layer_keeps_one_call_of_each_layer_and_phase(
     layers: int, steps: int, max_bytes: int | None
 ) -> None:
     calls = [*grid(layers, 1, "prefill"), *grid(layers, steps, "decode")]
+    middle = layers * (2 + steps // 2) - 1
+    calls[middle] = replace(calls[middle], is_nonfinite=True)
     sampler = make_sampler("spread", "per-layer", max_bytes)
     offers = sum(offer(sampler, index, call) is not None for index, call in enumerate(calls))
     kept = [calls[index] for index in sampler.calls]
+    assert middle in sampler.calls
     assert len({(call.stratum, call.module) for call in kept}) == len(kept) == sampler.nbytes
     assert len(kept) == min(2 * layers, max_bytes or 2 * layers)
     assert offers <= layers * (4 + 2 * math.log(steps)) + 10

@@ -5,19 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.recording import memory
-from capture.recording.copies import HostCopier, stored_bytes
+from capture.recording.copies import stored_bytes
 from capture.recording.counts import RecordingCounts
 from capture.recording.writer import WaitingCall, Writer
 from capture.storage import call_file
@@ -43,8 +39,7 @@ class Wanted:
 
     def put(self, index: int, *drop: int) -> None:
         call = self.make_call(call_index=index)
-        buffer = self.writer.reserve(stored_bytes(call.tensors()), pinned=False)
-        copy = HostCopier().copy(call.tensors(), buffer)
+        copy = self.writer.copied(call.tensors())
         self.writer.put(WaitingCall(replace(CallHeader.of(call), layouts=copy.layouts), copy), drop)
 
     def files(self) -> list[int]:
@@ -78,15 +73,6 @@ def test_call_dropped_from_memory_is_never_written(wanted: Callable[..., Wanted]
     to.writer.close()
     assert to.files() == to.listed() == [17, 18, 19]
     assert to.counts.written_bytes == sum(map(os.path.getsize, map(to.writer.path, to.files())))
-
-
-def test_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> None:
-    to = wanted(final=True)
-    to.put(0)
-    deadline = time.monotonic() + 60
-    while to.listed() != [0] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert to.files() == to.listed() == [0]
 
 
 def test_durable_call_is_complete_when_put_returns(wanted: Callable[..., Wanted]) -> None:
@@ -162,18 +148,3 @@ def test_call_that_cannot_be_written_is_the_only_call_lost(
     found = read(to.journal.path)
     assert found is not None
     assert not found.sampled
-
-
-def test_memory_that_could_not_be_pinned_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(nbytes: int, *, pinned: bool) -> Tensor:
-        if pinned:
-            raise RuntimeError("nothing more can be pinned")
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(memory, "_allocate", allocate)
-    pool, size = memory.BufferPool(), 1 << 20
-    buffer = pool.take(size, pinned=True, limit=4 * size)
-    assert not buffer.pinned
-    pool.give_back(buffer)
-    assert pool.take(size, pinned=True, limit=4 * size) is buffer
-    assert pool.take(size, pinned=False, limit=4 * size) is not buffer

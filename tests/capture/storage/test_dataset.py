@@ -392,10 +392,16 @@ def test_manifest_cannot_point_outside_its_directory(
     assert damaged.path == dataset.directory / MANIFEST
 
 
-def test_file_is_listed_once(dataset: Dataset) -> None:
-    edit_manifest(dataset, lambda data: data["files"].append(data["files"][0]))
+def test_repeated_files_and_captures_are_listed_once(dataset: Dataset) -> None:
+    def twice(data: Any) -> None:
+        data["files"].append(data["files"][0])
+        data["captures"].append({**data["captures"][0], "device": "last"})
+
+    edit_manifest(dataset, twice)
     again = load(dataset.directory)
     assert len(again) == 3
+    assert [capture.device for capture in again.captures] == ["last"]
+    assert "lists captures twice" in again.note
     [damaged] = again.damaged
     assert str(damaged.error).startswith(str(dataset.entries[0].path))
     assert "listed twice" in damaged.error.reason

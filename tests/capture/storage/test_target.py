@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.target import CaptureTarget, current_rank, rank_name, slug
 from tests.capture.storage.captures import calls, ended, started
+from tests.factories import random_call
 
 MakeCall = Callable[..., AttentionCall]
 
@@ -215,6 +217,28 @@ def test_capture_that_ends_leaves_those_in_progress_alone(
     assert len(written) > 1
     assert slow.end(ended("model.rank1")) == []
     assert calls(tmp_path) == {"model.rank0": [0, 1], "model.rank1": written}
+
+
+def test_work_grows_in_proportion_to_the_number_of_killed_captures(tmp_path: Path) -> None:
+    calls_of: dict[int, list[int]] = {}
+    for number in (1, 50, 200):  # the first run imports modules
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        for rank in range(number):
+            model = f"model.rank{rank}"
+            record = CaptureRecord(model, "random").to_json()
+            journal = Journal.begin(directory / f"{model}.journal", record, replaces=False)
+            call = PackedCall.of(random_call(origin={"model": model}))
+            journal.append(**call.write(directory / f"{model}-000000.safetensors").to_json())
+            journal.close()
+        for work in (load, repair):
+            profile = cProfile.Profile()
+            profile.runcall(work, directory)
+            count = sum(each.callcount for each in profile.getstats())
+            calls_of.setdefault(number, []).append(count)
+        assert len(load(directory)) == number
+    for few, many in zip(calls_of[50], calls_of[200], strict=True):
+        assert many < 4.3 * few
 
 
 def test_capture_is_ended_by_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Errors are compared with figures computed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 

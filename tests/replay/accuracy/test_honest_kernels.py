@@ -4,8 +4,6 @@ Every run draws new seeds, so that even a rare false alarm occurs eventually. A 
 seed.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,16 +1,12 @@
 """NaN and infinity in a call's inputs, and scores that overflow float16."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,6 +22,7 @@ from replay.report.call_tables import print_report
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import Row
 from tests.factories import made_workload, random_call
+from tests.printed import printed
 
 SEEN = torch.arange(13) < 10
 """A mask that hides the last three of 13 keys."""
@@ -60,7 +57,6 @@ def test_hidden_keys_are_named_and_change_no_result(hidden_by: str) -> None:
     call.key[0, 1, 11:] = math.nan
     call.value[0, 1, 12, :5] = math.inf
     found = nonfinite_inputs(call)
-    assert found is not None
     assert found.sentence == "key 64 NaN (hidden), value 5 infinite (hidden)"
     # The rows of the two query heads that share the key head are exposed.
     assert found.exposed.sum(-1).tolist() == [[0, 0, 9, 9]]
@@ -71,7 +67,6 @@ def test_rows_that_do_not_see_nan_are_finite_and_exposed() -> None:
     call = random_call(q_len=13, is_causal=True)
     call.key[0, 0, 8:, 0], call.value[0, 0, 3, 2] = math.nan, math.nan
     found = nonfinite_inputs(call)
-    assert found is not None
     assert found.sentence == "key 5 NaN (visible), value 1 NaN (visible)"
     assert found.exposed[0].int().sum(-1).tolist() == [12, 0]
     output = attention(call)[0, 0]
@@ -85,7 +80,6 @@ def test_lowest_value_hides_no_key_from_a_query_that_sees_no_other() -> None:
     call = random_call(attn_mask=torch.full((13,), lowest))
     call.value[0, 0, 0] = math.nan
     found = nonfinite_inputs(call)
-    assert found is not None
     assert found.sentence == "value 32 NaN (visible)"
     assert not found.exposed.any()
 
@@ -96,7 +90,6 @@ def test_queries_masks_and_sinks_are_inspected() -> None:
     call = random_call(attn_mask=mask, sinks=torch.tensor([-math.inf, 0.0]))
     call.query[0, 0, :2, 0] = math.inf
     found = nonfinite_inputs(call)
-    assert found is not None
     assert found.sentence == "query 2 infinite (1 visible), attn_mask 1 NaN (visible)"
     assert found.exposed.nonzero().tolist() == [[0, 0, 0]]
     assert not attention(call)[0, :, 0].any()
@@ -110,13 +103,11 @@ def test_rest_of_a_page_is_hidden() -> None:
     expected = attention(call)
     call.key[1, :, 2:] = math.nan
     found = nonfinite_inputs(call)
-    assert found is not None
     assert found.sentence == "key 128 NaN (hidden)"
     assert found.exposed.all()
     assert torch.equal(attention(call), expected)
     call.value[2, 0, 0, 0] = math.nan
     found = nonfinite_inputs(call)
-    assert found is not None
     assert found.sentence == "key 128 NaN (hidden), value 1 NaN (visible)"
 
 
@@ -155,10 +146,8 @@ def replayed(call: AttentionCall, kernels: Sequence[Kernel], quick: Settings) ->
     return {row.kernel: row for row in rows}
 
 
-def printed(rows: dict[str, Row]) -> str:
-    text = StringIO()
-    print_report([*rows.values()], Console(file=text, width=300), metrics=("time", "accuracy"))
-    return text.getvalue()
+def report(rows: dict[str, Row]) -> str:
+    return printed(print_report, [*rows.values()], width=300, metrics=("time", "accuracy"))
 
 
 def test_kernels_that_differ_on_hidden_nan_are_ok_and_not_ranked(quick: Settings) -> None:
@@ -175,10 +164,10 @@ def test_kernels_that_differ_on_hidden_nan_are_ok_and_not_ranked(quick: Settings
         assert row.call.nonfinite == "key 768 NaN (visible)"
     flag = "hidden inputs make 40 output rows NaN or infinite"
     assert [flag in row.flags for row in rows.values()] == [True, False, False, False]
-    lines = printed(rows).splitlines()
+    lines = report(rows).splitlines()
     assert lines[1] == "inputs hold NaN or infinity: key 768 NaN (visible)"
     assert lines[2] == f"kernels are not ranked: {sentence}"
-    assert "fastest" not in printed(rows)
+    assert "fastest" not in report(rows)
     assert "×" not in "".join(lines[3:])
 
 
@@ -188,7 +177,7 @@ def test_kernels_that_agree_on_hidden_nan_are_ranked(quick: Settings) -> None:
     rows = replayed(call, [find("torch-math")], quick)
     assert {(row.status, row.not_ranked) for row in rows.values()} == {("ok", "")}
     assert rows["torch-math"].speedup is not None
-    assert "inputs hold NaN or infinity: value 128 NaN (hidden)" in printed(rows)
+    assert "inputs hold NaN or infinity: value 128 NaN (hidden)" in report(rows)
 
 
 def large_call(sign: int, scale: float = 1.0) -> AttentionCall:
@@ -215,9 +204,7 @@ def half_scores(query: Tensor, key: Tensor, value: Tensor, *_: object, **options
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_overflow_of_scores_is_inaccurate(
-    sign: int, kernels: Callable[..., Kernel], quick: Settings
-) -> None:
+def test_overflow_is_inaccurate(sign: int, kernels: Callable[..., Kernel], quick: Settings) -> None:
     call = large_call(sign)
     largest = float(largest_scores(call).max()) * call.softmax_scale
     rows = replayed(

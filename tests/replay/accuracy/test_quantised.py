@@ -3,8 +3,6 @@
 The kernels are emulated in PyTorch, with whole score matrices in float32.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -201,8 +199,7 @@ def may_use_tf32() -> bool:
 
 
 class TF32(torch.overrides.TorchFunctionMode):
-    """Rounds operands of float32 products to 11 bits like TF32, or truncates them like the
-    hardware."""
+    """Rounds operands of float32 products to 11 bits like TF32, or truncates like hardware."""
 
     def __init__(self, *, cuts: bool = False) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
 """A sparse kernel is compared with attention to those keys that it reports as chosen."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,10 +47,8 @@ def test_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None:
     assert restricted(plain, chosen).attn_mask is chosen
     assert kept_share(plain, restricted(plain, chosen)) == 0.5
     kept = restricted(boolean, chosen).attn_mask
-    assert kept is not None
     assert kept.tolist() == [True, False, False, False]
     kept = restricted(added, chosen).attn_mask
-    assert kept is not None
     assert kept.tolist() == [0.5, -math.inf, -math.inf, -math.inf]
     assert kept_share(added, restricted(added, chosen)) == 0.5
 
@@ -94,8 +91,6 @@ def test_sparse_kernel_of_a_user_is_judged(
     assert row.status == "ok", row.reason
     assert row.reason.startswith("on the keys it chose, max abs error")
     assert row.kept == 0.5
-    assert row.accuracy is not None
-    assert row.accuracy.chosen is not None
     assert row.accuracy.chosen.max_abs < 0.05 < row.accuracy.reference.max_abs
     assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
 
@@ -103,9 +98,7 @@ def test_sparse_kernel_of_a_user_is_judged(
 @pytest.mark.parametrize(
     ("first", "later", "is_noted"), [(32, 30, False), (32, 28, True), (64, 62, True)]
 )
-def test_fewer_keys_in_a_block_are_noted(
-    make_call: MakeCall, first: int, later: int, is_noted: bool
-) -> None:
+def test_fewer_keys_are_noted(make_call: MakeCall, first: int, later: int, is_noted: bool) -> None:
     call = make_call(kv_len=64)
     judge, inputs = LocalJudge(call), BlockInputs(call)
 
@@ -135,8 +128,7 @@ def test_failing_choice_costs_its_row(
     assert (row.status, row.reason) == ("error", "RuntimeError: no idea")
 
 
-def test_only_sparse_kernels_choose() -> None:
+@pytest.mark.parametrize("fields", [{"accuracy_class": "sparse"}, {"chosen": every_other}])
+def test_only_sparse_kernels_choose(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sparse if and only if `chosen` is given"):
-        Kernel("mine", sparse, accuracy_class="sparse")
-    with pytest.raises(ValueError, match="sparse if and only if `chosen` is given"):
-        Kernel("mine", sparse, chosen=every_other)
+        Kernel("mine", sparse, **fields)

@@ -1,7 +1,5 @@
 """The tolerance of exact kernels, derived from the call's own data."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -41,7 +39,6 @@ def test_tolerance_ignores_what_overflowed() -> None:
     reference = torch.tensor([2.0, 1.0 + 2**-12], dtype=torch.float64)[None, None, :, None]
     found = tolerance(call, [overflowed], reference, torch.zeros(1, 1, 2))
     assert (found.same_dtype_error, found.rounding) == (2**-12, 2**-12)
-    assert found.rows is not None
     assert float(found.rows.eager) == pytest.approx(0.5, rel=1e-3)
 
 
@@ -56,7 +53,6 @@ def test_larger_error_of_two_forms_counts() -> None:
     for outputs in ([first, second], [second, first]):
         found = tolerance(call, outputs, reference, spread)
         assert found.same_dtype_error == 3
-        assert found.rows is not None
         assert found.rows.eager.flatten().tolist() == pytest.approx([2**8, 3 * 2**8])
         together = torch.tensor([1.0, 3.0]) * 2**8 / ROWS_OF_A_HEAD
         assert found.rows.eager_bias.flatten().tolist() == pytest.approx(together.tolist())
@@ -70,7 +66,6 @@ def test_row_limits_equal_figures_by_hand() -> None:
     eager = one_head([3.0, 0.0390625], [0.0, 5.0])
     spread = torch.tensor([[[4.0, 12.0]]])
     rows = tolerance(ones(1, 1, 2, 2), [eager], reference, spread).rows
-    assert rows is not None
     torch.testing.assert_close(rows.noise, torch.tensor([[[5.0, 13.0]]]).double() / 2**8)
     assert float(rows.eager) == pytest.approx(2.0)
     limits = rows.limits(ExactThresholds(same_dtype_factor=3, rounding_factor=10))
@@ -82,7 +77,6 @@ def test_bias_limits_equal_figures_by_hand() -> None:
     reference = one_head([4.0, 0.0], [0.0, 4.0])
     eager = one_head([4.0 + 2**-5, 0.0], [0.0, 4.0 - 2**-6])
     rows = tolerance(ones(1, 1, 2, 2), [eager], reference, torch.zeros(1, 1, 2)).rows
-    assert rows is not None
     assert float(rows.eager) == pytest.approx(2.0)
     assert float(rows.eager_bias) == pytest.approx((2 - 1) / 2)
     thresholds = ExactThresholds(same_dtype_factor=2, rounding_factor=4)
@@ -96,7 +90,6 @@ def test_bias_limits_equal_figures_by_hand() -> None:
 def test_rows_of_unknown_noise_add_no_bias() -> None:
     reference = one_head([4.0, 0.0], [math.inf, 0.0])
     rows = tolerance(ones(1, 1, 2, 2), [reference], reference, torch.zeros(1, 1, 2)).rows
-    assert rows is not None
     assert float(rows.eager_bias) == 0.0
     lengths = torch.tensor([[[4.0, math.inf]]], dtype=torch.float64)
     alone = rows.bias_limits(lengths, ExactThresholds())
@@ -109,7 +102,6 @@ def test_heads_of_few_rows_share_their_worst(length: int) -> None:
     eager = reference.clone()
     eager[0, 1, 3] += 1
     rows = tolerance(ones(1, 2, length, 4), [eager], reference, torch.zeros(1, 2, length)).rows
-    assert rows is not None
     first, second = rows.eager.flatten().tolist()
     assert second == pytest.approx(2**8)
     assert first == (second if length < ROWS_OF_A_HEAD else 0.0)
@@ -123,7 +115,6 @@ def test_float32_has_the_noise_of_its_sums() -> None:
     longest = [float(each.norm(dim=-1).max()) for each in (call.query, call.key)]
     terms = 10 + call.softmax_scale * longest[0] * longest[1]
     length = torch.hypot(reference.norm(dim=-1), spread)
-    assert found.rows is not None
     torch.testing.assert_close(found.rows.noise, 2**-24 * length * terms)
     rounding = (reference.float() - reference).abs().max() + 2**-24 * call.value.abs().max() * terms
     assert found.rounding == pytest.approx(float(rounding))

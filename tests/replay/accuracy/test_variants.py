@@ -1,6 +1,4 @@
-"""Calls beyond SDPA: the reference is compared with one dense formula and with libraries."""
-
-from __future__ import annotations
+"""Calls beyond SDPA: the reference is compared with one dense formula."""
 
 import math
 from typing import Any
@@ -10,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
@@ -119,20 +116,9 @@ def test_rows_of_a_block_are_judged_as_calls_of_their_own(call: AttentionCall, n
 def test_8_bit_noise_is_small_beside_the_output(call: AttentionCall) -> None:
     expected = Expected.of(call)
     lengths = torch.linalg.vector_norm(expected.reference, dim=-1)
-    assert expected.spread is not None
     noise = QuantisedNoise.of(call, expected.reference, torch.hypot(lengths, expected.spread))
     if lengths.sum() > 0:
         assert noise.whole[0].max() < 0.15
-
-
-def test_key_out_of_sight_never_reaches_an_output() -> None:
-    call = random_call(
-        q_len=8, kv_len=8, is_causal=True, variant=AttentionVariant(window=(2, None))
-    )
-    call.key[:, :, 7] = math.nan
-    output = attention(call)
-    assert output[:, :, :7].isfinite().all()
-    assert output[:, :, 7].isnan().all()
 
 
 @pytest.mark.parametrize("sinks", [None, torch.zeros(2), torch.full((2,), -math.inf)])
@@ -152,8 +138,6 @@ def test_values_after_the_keys_are_not_in_8_bit_noise() -> None:
     expected = Expected.of(call).quantised
     call.key[0, :, 40:] = call.value[0, :, 40:] = math.nan
     found = Expected.of(call).quantised
-    assert expected is not None
-    assert found is not None
     assert torch.equal(found.rows, expected.rows)
     assert torch.equal(found.whole, expected.whole)
 
@@ -164,7 +148,6 @@ def test_values_after_the_keys_of_a_page_never_reach_an_output(packed: bool) -> 
     starts = {"cu_seqlens_q": torch.tensor([0, 1, 3])} if packed else {}
     call = paged_call([6, 3], 4, **starts)
     expected = attention(call)
-    assert call.page_table is not None
     key, value = (torch.full_like(each, math.nan) for each in (call.key, call.value))
     for sequence, length in enumerate((6, 3)):
         for t in range(length):
@@ -177,71 +160,7 @@ def test_values_after_the_keys_of_a_page_never_reach_an_output(packed: bool) -> 
 
 
 def test_features_of_a_call_are_listed() -> None:
-    square = random_call(
-        q_len=8, kv_len=8, is_causal=True, variant=AttentionVariant(bottom_right=True)
-    )
-    assert square.features == ()
-    assert random_call(is_causal=True, variant=AttentionVariant(bottom_right=True)).features == (
-        "bottom-right",
-    )
-    assert random_call(variant=AttentionVariant(bottom_right=True)).features == ()
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("window", [(3, 0), (None, 2), (0, 0)])
-def test_reference_agrees_with_flex_attention(
-    window: tuple[int | None, int], softcap: float | None
-) -> None:
-    left, right = window
-    variant = AttentionVariant(window=window, softcap=softcap)
-    call = random_call(q_len=16, kv_len=16, head_dim=16, variant=variant)
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q + right) & (k >= q - (left if left is not None else 99))
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
-
-    block_mask = create_block_mask(mask_mod, None, None, 16, 16, device="cpu")
-    found = flex_attention(call.query, call.key, call.value, score_mod, block_mask)
-    assert isinstance(found, Tensor)
-    assert torch.allclose(attention(call), found.double(), atol=1e-5)
-
-
-def test_reference_agrees_with_gemma_2_and_gpt_oss() -> None:
-    from transformers.models.gemma2 import modeling_gemma2
-    from transformers.models.gpt_oss import modeling_gpt_oss
-
-    call = random_call(q_len=6, kv_len=6, head_dim=16, is_causal=True)
-    mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
-    module = torch.nn.Module().eval()
-    module.num_key_value_groups = 1  # type: ignore[assignment]
-    module.sinks = torch.nn.Parameter(normal(2, seed=5))
-    given = (module, call.query, call.key, call.value, mask)
-
-    capped, _ = modeling_gemma2.eager_attention_forward(*given, scaling=0.5, softcap=2.0)
-    expected = attention(
-        AttentionCall(
-            *(given[1:4]), is_causal=True, scale=0.5, variant=AttentionVariant(softcap=2.0)
-        )
-    )
-    assert torch.allclose(capped.transpose(1, 2).double(), expected, atol=1e-5)
-
-    sunk, _ = modeling_gpt_oss.eager_attention_forward(*given, scaling=0.5)
-    expected = attention(
-        AttentionCall(*(given[1:4]), is_causal=True, scale=0.5, sinks=module.sinks.detach())
-    )
-    assert torch.allclose(sunk.transpose(1, 2).double(), expected, atol=1e-5)
-
-
-def test_reference_agrees_with_causal_lower_right() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    call = random_call(
-        q_len=5, kv_len=9, is_causal=True, variant=AttentionVariant(bottom_right=True)
-    )
-    bias: Any = causal_lower_right(5, 9)
-    found = torch.nn.functional.scaled_dot_product_attention(
-        call.query, call.key, call.value, attn_mask=bias
-    )
-    assert torch.allclose(attention(call), found.double(), atol=1e-5)
+    variant = AttentionVariant(bottom_right=True)
+    assert random_call(is_causal=True, variant=variant).features == ("bottom-right",)
+    assert random_call(variant=variant).features == ()
+    assert random_call(q_len=13, is_causal=True, variant=variant).features == ()

@@ -1,7 +1,5 @@
 """Honest torch kernels pass on hard inputs, and broken outputs fail."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -23,12 +21,9 @@ NOTHING = Tolerance(0.0, 0.0)
 
 
 def verdict_of(
-    output: Tensor,
-    reference: Tensor,
-    accuracy_class: AccuracyClass = "exact",
-    allowed: Tolerance = NOTHING,
+    output: Tensor, reference: Tensor, rule: AccuracyClass = "exact", allowed: Tolerance = NOTHING
 ) -> OutputVerdict:
-    return judge(output, Expected(reference, allowed), accuracy_class)
+    return judge(output, Expected(reference, allowed), rule)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -40,12 +35,6 @@ def test_non_finite_element_fails(bad: float, accuracy_class: AccuracyClass) -> 
     verdict = verdict_of(output, reference, accuracy_class, Tolerance(1e9, 1e9))
     assert not verdict.passed
     assert verdict.sentence.startswith("1 elements are NaN or infinite")
-
-
-def test_nan_that_the_reference_has_too_passes() -> None:
-    reference = one_head([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
-    assert verdict_of(reference.clone(), reference, "quantised").passed
-    assert not verdict_of(one_head([0.0, 1.0]), one_head([math.nan, 1.0]), "quantised").passed
 
 
 def long_call(dtype: torch.dtype, is_causal: bool = False) -> AttentionCall:
@@ -60,9 +49,7 @@ def exact_verdict(output: Tensor, call: AttentionCall) -> OutputVerdict:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_exact_rule_passes_torch_and_fails_broken_outputs(
-    dtype: torch.dtype, is_causal: bool
-) -> None:
+def test_exact_rule_passes_torch_and_fails_faults(dtype: torch.dtype, is_causal: bool) -> None:
     call = long_call(dtype, is_causal)
     output = F.scaled_dot_product_attention(**call.arguments())
     expected = Expected.of(call)
@@ -149,7 +136,6 @@ def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: in
     output = F.scaled_dot_product_attention(**call.arguments())
     honest = judge(output, expected, "exact")
     assert honest.passed, honest.sentence
-    assert allowed.rows is not None
     limits = allowed.rows.limits(ExactThresholds())[0, 0]
 
     smallest = int(reference[0, 0].abs().amax(-1).argmin())
@@ -240,9 +226,8 @@ def test_row_sentence_has_the_numbers_and_the_place() -> None:
     assert verdict_of(output, reference, "exact", wider).passed
     # The worst row is the row that exceeds its own limit by the largest factor.
     named = replace(allowed, rows=rows_of([0.02, 0.5], eager=1.5))
-    assert (
-        "query 0): error 1 exceeds 0.14" in verdict_of(output, reference, "exact", named).sentence
-    )
+    verdict = verdict_of(output, reference, "exact", named)
+    assert "query 0): error 1 exceeds 0.14" in verdict.sentence
 
 
 def test_rows_whose_noise_is_unknown_are_not_judged() -> None:

@@ -1,7 +1,5 @@
 """A replay's rows are a list that has `best`, writes files and shows a table."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -93,9 +91,7 @@ SLOWER = [each * 1.5 for each in STEADY]
         ({BASELINE: STEADY}, BASELINE),
     ],
 )
-def test_best_is_the_baseline_unless_a_kernel_is_faster(
-    times: dict[str, list[float]], best: str
-) -> None:
+def test_best_is_the_baseline_or_a_faster_kernel(times: dict[str, list[float]], best: str) -> None:
     rows = Rows([*group_of(times, "first"), *group_of(times, "second")])
     assert [(each.call.name, each.kernel) for each in rows.best()] == [
         ("first", best),

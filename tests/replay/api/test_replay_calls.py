@@ -1,7 +1,5 @@
 """The functions `replay`, `plan` and `verify`, which run the commands from Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import attention_replay as ar
 from replay.api.chosen_device import ChoiceError
 from replay.cli.main import main
 from replay.cli.requests import recorded_calls, request_of
+from tests.in_this_process import exit_code
 
 QUICK: dict[str, Any] = {"device": "cpu", "rounds": 3, "workers": False, "progress": False}
 
@@ -50,16 +49,12 @@ def test_calls_may_be_a_dataset_or_a_list(recorded: Path) -> None:
         ({"max_time": 60.0}, "--max-time requires worker processes"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(
-    recorded: Path, given: dict[str, Any], sentence: str
-) -> None:
+def test_wrong_arguments_are_refused(recorded: Path, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ChoiceError, match=sentence):
         ar.replay(**{"dataset": recorded, "kernels": "torch-math", **QUICK, **given})
 
 
-def test_command_and_function_ask_for_the_same_replay(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_and_function_ask_alike(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from replay.api import replay_calls
     from replay.cli.compare_kernels import parser
 
@@ -89,7 +84,5 @@ def test_plan_of_given_rows_is_that_of_the_command(tmp_path: Path) -> None:
     file, written = tmp_path / "rows.jsonl", tmp_path / "plan.json"
     rows.write(file)
     given = ["--rows", str(file), "--budget", "rmse=1", "--device", "cpu", "-q"]
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--dir", str(directory), "--out", str(written), *given])
-    assert ended.value.code == 0
+    assert exit_code(main, "plan", "--dir", str(directory), "--out", str(written), *given) == 0
     assert ar.Plan.load(written) == plan

@@ -1,7 +1,5 @@
 """Fixtures that run kernels on one call in this process and return their rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

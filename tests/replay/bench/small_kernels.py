@@ -1,7 +1,5 @@
 """Kernels of a few lines, and a function that returns their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

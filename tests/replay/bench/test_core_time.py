@@ -1,7 +1,5 @@
 """A kernel's core is timed in addition to its drop-in call, and judged in the same way."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +30,6 @@ def test_core_time(replayed: Replayed, kernels: Register) -> None:
         kernels("bad-core", sdpa, prepare=lambda call: partial(bad, *[call.query] * 3)),
     )
     core = rows["with-core"].core_time_ms
-    assert core is not None
     assert core.n == 3
     assert rows["with-core"].time_ms is not None
     for name, reason in (("no-core", "no core"), ("bad-core", "bad core")):
@@ -42,9 +39,7 @@ def test_core_time(replayed: Replayed, kernels: Register) -> None:
         assert rows[name].flags == (f"no core time: RuntimeError: {reason}",)
 
 
-def test_core_that_changes_inputs_spoils_no_other_row(
-    replayed: Replayed, kernels: Register
-) -> None:
+def test_core_that_changes_inputs_spoils_no_row(replayed: Replayed, kernels: Register) -> None:
     def prepare(call: AttentionCall, changes: bool) -> Callable[[], Tensor]:
         def core() -> Tensor:
             output = sdpa(**call.arguments())
@@ -64,9 +59,7 @@ def test_core_that_changes_inputs_spoils_no_other_row(
         assert rows[name].core_time_ms is not None
 
 
-def test_core_is_judged_by_the_product_with_its_scale(
-    replayed: Replayed, kernels: Register
-) -> None:
+def test_core_is_judged_by_its_scaled_product(replayed: Replayed, kernels: Register) -> None:
     def prepare(call: AttentionCall, scale: float) -> Callable[[], Tensor]:
         return ScaledCore(lambda: sdpa(**call.arguments()) / 4, torch.tensor(scale))
 

@@ -1,7 +1,5 @@
 """A kernel's energy is measured over a second of calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +45,6 @@ def test_energy_is_measured_for_timed_kernels_without_costing_a_row(
     assert next(outcomes, None) is None  # a failed kernel is not run again
     flops = 2 * 2 * 9 * 13 * (32 + 32)
     first = rows["slows-down"]
-    assert first.energy is not None
     assert first.energy.tflops_per_w == pytest.approx(flops / 0.2 / 1e12)
     assert (first.energy.mj, first.energy.power_w, first.energy.seconds) == (200.0, 500.0, 1.1)
     assert (first.burst_ms, first.sustained_ms) == (1.0, 1.1)

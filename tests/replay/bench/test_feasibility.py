@@ -1,7 +1,5 @@
 """Shapes that this machine cannot replay are refused before the replay starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A kernel that runs a call without its mask is judged by the call with the mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -52,9 +50,7 @@ def kernel(name: str, attention: Callable[..., Tensor] = windowed, **fields: Any
     ],
     ids=["window", "float window", "padding", "no mask"],
 )
-def test_kernel_that_refuses_the_mask_runs_equal_options(
-    mask: Tensor, words: str, replayed: Replayed
-) -> None:
+def test_refused_mask_becomes_equal_options(mask: Tensor, words: str, replayed: Replayed) -> None:
     found = replayed(
         masked(mask), kernel("mine"), kernel("masked", sdpa, unsupported=lambda _: None)
     )
@@ -116,9 +112,7 @@ def test_both_forms_are_timed_on_the_same_changing_inputs(replayed: Replayed) ->
     """Timed samples are judged by the recorded call after the same perturbation of its inputs."""
     call = masked(WINDOW[None, None])
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
-    takes_masks = [
-        kernel(f"masked {place}", sdpa, unsupported=lambda _: None) for place in range(2)
-    ]
+    takes_masks = [kernel(f"masked {n}", sdpa, unsupported=lambda _: None) for n in range(2)]
     found = replayed(call, takes_masks[0], kernel("mine"), takes_masks[1], kernel("yours"))
     assert {row.status for row in found.values()} == {"ok"}, [row.reason for row in found.values()]
     assert not any(row.changed_inputs for row in found.values())

@@ -1,8 +1,7 @@
 """Small fake kernels that are wrong, broken or unfair get rows that state the fault."""
 
-from __future__ import annotations
-
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -19,52 +18,26 @@ from tests.factories import random_call
 from tests.replay.bench.small_kernels import Register, Replayed, raising, sdpa
 from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+THIRD = torch.tensor([3])
 OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "right": (sdpa, "ok", "max abs error .* is within"),
-    "wrong-shape": (
-        lambda **a: sdpa(**a).transpose(1, 2),
-        "error",
-        r"returned shape \(1, 9, 2, 32\), expected \(1, 2, 9, 32\)",
-    ),
-    "wrong-dtype": (
-        lambda **a: sdpa(**a).to(torch.float64),
-        "error",
-        "returned float64, expected float32",
-    ),
+    "wrong-shape": (lambda **a: sdpa(**a).mT, "error", r"shape \(1, 2, 32, 9\), expected"),
+    "wrong-dtype": (lambda **a: sdpa(**a).double(), "error", "returned float64, expected float32"),
     "a-tuple": (lambda **a: (sdpa(**a), None), "error", "returned tuple, not a tensor"),
-    "raises": (
-        raising(ValueError("no such tile\nlong story")),
-        "error",
-        "ValueError: no such tile",
-    ),
+    "raises": (raising(ValueError("no tile\nlong story")), "error", "ValueError: no tile"),
     "exits": (raising(SystemExit(0)), "error", "SystemExit: 0"),
-    "out-of-memory": (
-        raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
-        "out-of-memory",
-        "needed 2 GiB",
-    ),
-    "requires-grad": (
-        lambda **a: sdpa(**a).requires_grad_(),
-        "error",
-        "requires a gradient, not a plain tensor",
-    ),
-    "negated-view": (
-        lambda **a: torch._neg_view(-sdpa(**a)),
-        "error",
-        "lazily negated or conjugated view",
-    ),
+    "out-of-memory": (raising(FULL), "out-of-memory", "needed 2 GiB"),
+    "requires-grad": (lambda **a: sdpa(**a).requires_grad_(), "error", "requires a gradient"),
+    "negated-view": (lambda **a: torch._neg_view(-sdpa(**a)), "error", "lazily negated"),
     "one-nan": (
-        lambda **a: sdpa(**a).index_fill(2, torch.tensor([3]), float("nan")),
+        lambda **a: sdpa(**a).index_fill(2, THIRD, math.nan),
         "inaccurate",
-        "64 elements are NaN or infinite in the output",
+        "64 elements are NaN or infinite",
     ),
     "zeros": (lambda **a: torch.zeros_like(a["query"]), "inaccurate", "exceeds"),
     "slightly-wrong": (lambda **a: sdpa(**a) * 1.001, "inaccurate", "max abs error .* exceeds"),
-    "ignores-scale": (
-        lambda **a: sdpa(**(a | {"scale": None})),
-        "inaccurate",
-        "max abs error .* exceeds",
-    ),
+    "ignores-scale": (lambda **a: sdpa(**{**a, "scale": None}), "inaccurate", "error .* exceeds"),
 }
 
 
@@ -85,9 +58,7 @@ def test_each_outcome_has_its_status(replayed: Replayed, kernels: Register) -> N
         json.dumps(row_to_json(row), allow_nan=False)
 
 
-def test_unavailable_and_unsupported_kernels_are_not_called(
-    replayed: Replayed, kernels: Register
-) -> None:
+def test_unsuitable_kernels_are_not_called(replayed: Replayed, kernels: Register) -> None:
     never = raising(AssertionError("called"))
     rows = replayed(
         random_call(),
@@ -107,9 +78,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
         assert (rows[name].time_ms, rows[name].accuracy) == (None, None)
 
 
-def test_kernels_run_without_gradients_and_not_in_inference_mode(
-    replayed: Replayed, kernels: Register
-) -> None:
+def test_no_gradients_and_no_inference_mode(replayed: Replayed, kernels: Register) -> None:
     """Models run without inference mode, in which launches would be cheaper."""
     modes: set[tuple[bool, bool]] = set()
 
@@ -190,9 +159,7 @@ def test_unwritten_output_is_flagged(
 @pytest.mark.parametrize(
     "call_number", [1, 2, CALLS_TO_CHECK + 2, CALLS_TO_CHECK + CALLS_TO_WARM_UP + 2]
 )
-def test_kernel_that_exits_loses_only_its_row(
-    replayed: Replayed, kernels: Register, call_number: int
-) -> None:
+def test_exit_costs_one_row(replayed: Replayed, kernels: Register, call_number: int) -> None:
     """The kernel exits in its first check, its determinism check, its warm-up or its timing."""
     calls = 0
 
@@ -218,10 +185,7 @@ def test_errors_are_recorded_against_each_output(replayed: Replayed, kernels: Re
     call = random_call(dtype=torch.bfloat16, with_output=True)
     settings = {"errors_against": "torch-flash", "compare_stats": True}
     row = replayed(call, catalogue()["torch-math"], **settings)["torch-math"]
-    assert row.accuracy is not None
-    assert row.accuracy.captured is not None
     assert row.accuracy.captured.max_abs == 0  # torch-math produced the recorded output
-    assert row.accuracy.kernel is not None
     assert 0 < row.accuracy.kernel.max_abs < 0.05
     assert row.accuracy.noise_floor == row.accuracy.reference
     assert row.output_summary is not None
@@ -229,7 +193,6 @@ def test_errors_are_recorded_against_each_output(replayed: Replayed, kernels: Re
     assert row.output_summary != row.reference_summary
 
     without = replayed(random_call(), catalogue()["torch-math"])["torch-math"]
-    assert without.accuracy is not None
     assert (without.accuracy.captured, without.accuracy.noise_floor) == (None, None)
     assert without.output_summary is None
 
@@ -245,28 +208,13 @@ def test_compared_kernel_may_change_inputs_or_fail(replayed: Replayed, kernels: 
     rows = replayed(call, catalogue()["torch-math"], errors_against="mutating")
     assert torch.equal(call.key, key)
     assert rows["torch-math"].status == "ok"
-    assert rows["torch-math"].accuracy is not None
     assert rows["torch-math"].accuracy.kernel is None
     assert rows["torch-math"].accuracy.reference.max_abs < 1e-5
     assert rows["torch-math"].changed_inputs == ()
     assert (rows["mutating"].status, rows["mutating"].changed_inputs) == ("error", ("key",))
 
 
-def test_quantised_kernels_are_judged_by_their_own_rule(
-    replayed: Replayed, kernels: Register
-) -> None:
-    rough: Callable[..., Tensor] = lambda **a: sdpa(**a) * 1.05  # noqa: E731 - a kernel's name
-    call = random_call(dtype=torch.bfloat16)
-    rows = replayed(
-        call, kernels("rough", rough), kernels("rough-int8", rough, accuracy_class="quantised")
-    )
-    assert rows["rough"].status == "inaccurate"
-    assert rows["rough-int8"].status == "ok"
-
-
-def test_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
-    replayed: Replayed, kernels: Register
-) -> None:
+def test_smoothing_kernel_passes_when_timed(replayed: Replayed, kernels: Register) -> None:
     """The mean of a key channel may be far from zero, because a kernel can subtract it."""
 
     def rounded(tensor: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Memory that a call needs, from simulated CUDA figures."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """An interrupted file of rows is continued exactly; other files are refused and stay unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable
@@ -11,7 +9,6 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +23,9 @@ from replay.rows.row_files import RowsError, row_from_json, row_to_json, write_j
 from replay.timing.statistics import summarize
 from replay.workloads.random_calls import Spec, random_weights
 from replay.workloads.recorded import from_directory
-from replay.workloads.workload import Workload, random_workloads
+from replay.workloads.workload import random_workloads
 from tests import factories
 from tests.factories import kernel, random_call, store_part
-
-RunCli = Callable[..., tuple[int, str, str]]
-QUICK = ("--rounds", "3", "--device", "cpu", "--in-process")
 
 FINITE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
@@ -117,66 +111,56 @@ def written(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def names(left: list[Workload]) -> list[str]:
-    return [each.name for each in left]
+def finished(
+    path: Path, kernels: dict[str, list[Kernel]] = ASSIGNED, asked: Settings = SETTINGS
+) -> tuple[list[Row], list[int]]:
+    """Return the rows to keep, and the numbers of the calls that are left."""
+    kept, left = finished_rows(path, CALLS, kernels, [HERE], asked)
+    return kept, [int(each.name[-2:]) for each in left]
 
 
-def test_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
-    rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
-    kept, left = finished_rows(written(rows), CALLS, ASSIGNED, [HERE], SETTINGS)
-    assert kept == rows[:3]
-    assert names(left) == ["random-01", "random-02"]
+BOTH = [row(call, name) for call in (0, 1) for name in ("a", "b")]
+WITH_BASELINE = [*BOTH, row(1, "baseline")]
+COMPARED = [replace(each, speedup=factories.speedup_over("baseline")) for each in WITH_BASELINE]
 
 
-def test_call_is_finished_when_every_environment_has_its_rows(written: Callable[..., Path]) -> None:
-    """A kernel in two environments is finished only when it has a row of both."""
-    assigned = {**ASSIGNED, "fa4": [kernel("b")]}
-    rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows), CALLS, assigned, [HERE], SETTINGS)
-    assert kept == rows[:3]
-    assert names(left) == ["random-01", "random-02"]
-
-
-def test_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
-    kept, left = finished_rows(
-        written([factories.unreadable("random-00"), row(1, "a"), row(1, "b")]),
-        CALLS,
-        ASSIGNED,
-        [HERE],
-        SETTINGS,
-    )
-    assert [each.call.name for each in kept] == ["random-01", "random-01"]
-    assert names(left) == ["random-00", "random-02"]
+@pytest.mark.parametrize(
+    ("rows", "kernels", "kept", "left"),
+    [
+        ([*BOTH[:2], row(0, "baseline"), BOTH[2]], ASSIGNED, slice(3), [1, 2]),
+        # A kernel in two environments is finished only when it has a row of both.
+        (
+            [*BOTH[:2], row(0, "b", "fa4"), *BOTH[2:]],
+            {**ASSIGNED, "fa4": [kernel("b")]},
+            slice(3),
+            [1, 2],
+        ),
+        ([factories.unreadable("random-00"), *BOTH[2:]], ASSIGNED, slice(1, 3), [0, 2]),
+        (COMPARED, ASSIGNED, slice(2, 5), [0, 2]),
+    ],
+    ids=["a kernel lacks", "an environment lacks", "unreadable", "the baseline lacks"],
+)
+def test_call_is_finished_when_every_kernel_has_a_row(
+    written: Callable[..., Path],
+    rows: list[Row],
+    kernels: dict[str, list[Kernel]],
+    kept: slice,
+    left: list[int],
+) -> None:
+    assert finished(written(rows), kernels) == (rows[kept], left)
 
 
 @pytest.mark.parametrize("end", ["{", '{"schema": 2, "kern', '{"schema": 2, "kernel": "größe'])
 def test_cut_off_line_costs_the_last_call(written: Callable[..., Path], end: str) -> None:
     """The incomplete line may belong to the previous call, so that call is replayed too."""
-    rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
-    assert kept == rows[:2]
-    assert names(left) == ["random-01", "random-02"]
-    assert finished_rows(written([], end), CALLS, ASSIGNED, [HERE], SETTINGS) == ([], list(CALLS))
-
-
-def test_call_without_its_baseline_is_replayed(written: Callable[..., Path]) -> None:
-    rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
-    rows = [replace(each, speedup=factories.speedup_over("baseline")) for each in rows]
-    kept, left = finished_rows(written(rows), CALLS, ASSIGNED, [HERE], SETTINGS)
-    assert kept == rows[2:]
-    assert names(left) == ["random-00", "random-02"]
+    assert finished(written(BOTH, end)) == (BOTH[:2], [1, 2])
+    assert finished(written([], end)) == ([], [0, 1, 2])
 
 
 def test_missing_file_has_no_rows(tmp_path: Path) -> None:
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ASSIGNED, [HERE], SETTINGS) == (
-        [],
-        list(CALLS),
-    )
+    assert finished(tmp_path / "rows.jsonl") == ([], [0, 1, 2])
     (tmp_path / "rows.jsonl").touch()
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ASSIGNED, [HERE], SETTINGS) == (
-        [],
-        list(CALLS),
-    )
+    assert finished(tmp_path / "rows.jsonl") == ([], [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -198,27 +182,25 @@ def test_rows_of_another_call_are_refused(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
+        finished(written(rows, end))
 
 
 @pytest.mark.parametrize(("schema", "version"), [(None, 1), (1, 1), (99, 99)])
-def test_rows_of_another_version_are_refused(
-    written: Callable[..., Path], schema: int | None, version: int
-) -> None:
+def test_another_version(written: Callable[..., Path], schema: int | None, version: int) -> None:
     path = written([row(0, "a")], "")
     data = json.loads(path.read_text())
     del data["schema"]
     path.write_text(json.dumps(data if schema is None else data | {"schema": schema}) + "\n")
     sentence = f"holds rows in format {version}, but this version reads format {SCHEMA}"
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
+        finished(path)
 
 
 def test_row_with_an_unknown_field_is_refused(written: Callable[..., Path]) -> None:
     path = written([row(0, "a")], "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row"):
-        finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
+        finished(path)
 
 
 def test_rows_of_joined_calls_are_continued(written: Callable[..., Path], tmp_path: Path) -> None:
@@ -252,12 +234,10 @@ def test_gpu_rows_are_continued_on_other_cores(written: Callable[..., Path]) -> 
     path = written([replace(row(0, "a"), machine=there)])
     kept, left = finished_rows(path, CALLS, {"this": [kernel("a")]}, [here], SETTINGS)
     assert [each.machine for each in kept] == [there]
-    assert names(left) == ["random-01", "random-02"]
+    assert left == CALLS[1:]
 
 
 ENERGY = Energy(150.0, 0.8, 690.0, 1.05)
-
-
 ENERGY_WANTED = replace(SETTINGS, energy=True)
 
 
@@ -297,55 +277,13 @@ def test_rows_measured_otherwise_are_refused(
     path = written([replace(timed, **changed)])
     refused = pytest.raises(RowsError, match=sentence)
     with contextlib.nullcontext() if sentence is None else refused:
-        finished_rows(path, CALLS, ASSIGNED, [HERE], asked)
+        finished(path, asked=asked)
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot read .*: Is a directory"):
-        finished_rows(tmp_path, CALLS, ASSIGNED, [HERE], SETTINGS)
+        finished(tmp_path)
     picture = tmp_path / "rows.jsonl"
     picture.write_bytes(b"\x89PNG\xff")
     with pytest.raises(RowsError, match="was not written by `replay --json`"):
-        finished_rows(picture, CALLS, ASSIGNED, [HERE], SETTINGS)
-
-
-@pytest.fixture
-def counting(kernels: Callable[..., Kernel]) -> list[int]:
-    """Lengths of the queries in all calls of the kernel `counting`."""
-    calls: list[int] = []
-
-    def attention(**arguments: Any) -> torch.Tensor:
-        calls.append(arguments["query"].shape[2])
-        return torch.nn.functional.scaled_dot_product_attention(**arguments)
-
-    kernels("counting", attention)
-    return calls
-
-
-def test_command_resumes_a_file(
-    run_cli: RunCli, counting: list[int], recorded: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    arguments = (*QUICK, "--kernels", "counting", "--json", str(path), "--resume")
-    assert run_cli("--dir", str(recorded), *arguments)[0] == 0
-    complete = path.read_bytes()
-    assert complete.count(b"\n") == 6
-    assert counting
-
-    counting.clear()
-    code, out, err = run_cli("--dir", str(recorded), *arguments)
-    assert (code, counting) == (0, [])  # nothing runs, and the tables are printed
-    assert "3 calls are kept as measured before, even if --rounds, --max-seconds" in err
-    assert "0 to go" in err
-    assert "counting" in out
-    assert path.read_bytes() == complete
-
-    path.write_bytes(complete[:-10])
-    assert run_cli("--dir", str(recorded), *arguments)[0] == 0
-    assert counting
-    lines = complete.splitlines(keepends=True)
-    assert path.read_bytes().startswith(b"".join(lines[:4]))
-    again = [json.loads(line) for line in path.read_bytes().splitlines()]
-    assert [row["call"]["name"] for row in again] == [
-        f"model-{index:06d}" for index in range(3) for _ in range(2)
-    ]
+        finished(picture)

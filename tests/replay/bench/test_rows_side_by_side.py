@@ -1,7 +1,5 @@
 """Rows of several samples are judged together, as heads of one call."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -16,9 +14,7 @@ from replay.workloads.random_calls import Spec
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_joined_samples_keep_their_own_references_and_limits(
-    dtype: torch.dtype, has_sinks: bool
-) -> None:
+def test_joined_samples_keep_references_and_limits(dtype: torch.dtype, has_sinks: bool) -> None:
     """With shared limits, the limits of large rows would hide errors in small rows."""
     call = Spec(2, 8, 2, 70, 70, 32, 32, True, dtype).call("cpu", torch.Generator().manual_seed(0))
     if has_sinks:

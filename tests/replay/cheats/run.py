@@ -3,8 +3,6 @@
 python tests/replay/cheats/run.py [CHEAT …]      functions of outputs.py and alone.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

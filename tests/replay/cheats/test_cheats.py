@@ -1,7 +1,5 @@
 """Cheats cost only their own rows, and get no speed-up that an honest kernel does not have."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A replay that is interrupted, fails midway, or has no room for its files, keeps its rows."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +13,8 @@ from replay.kernels.registry import Kernel
 from replay.plan.plan import Budget, Plan, PlanError
 from replay.rows.row_files import RowsError, read_jsonl, save_jsonl
 from tests import factories
+from tests.in_this_process import RunCli
 
-RunCli = Callable[..., tuple[int, str, str]]
 QUICK = ("--rounds", "3", "--device", "cpu", "--in-process", "--kernels")
 FULL = "/dev/full"
 NO_ROOM = f"replay: cannot write {FULL}: No space left on device: make room"
@@ -105,9 +103,7 @@ def test_earlier_file_is_kept_until_there_is_a_row(
     assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
 
 
-def test_table_is_shown_when_the_disk_is_full(
-    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.cli.files.check_place", lambda path: None)  # it is full later
     code, out, err = run_cli(*arguments(recorded, "--json", FULL))
     assert code == 2
@@ -130,9 +126,7 @@ def test_rows_are_written_at_the_end_if_there_is_room_then(
     assert len(calls(rows)) == 3
 
 
-def test_file_that_is_replaced_in_one_step_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_replacement_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,7 +1,5 @@
 """The command's exit codes, its one-sentence errors with remedies, and its output for machines."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import io
@@ -28,8 +26,8 @@ from replay.kernels.registry import Kernel, catalogue
 from replay.rows.row import SpeedupOver
 from replay.workloads.workload import with_counterparts
 from tests import factories
+from tests.in_this_process import RunCli, refusal
 
-RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 SHAPE = ("random", "-b", "1", "-hq", "4", "-hk", "2", "-sq", "70", "-d", "32")
 HERE = ("--device", "cpu", "--in-process")
@@ -99,9 +97,7 @@ def test_help_and_refusals_do_not_import_torch(recorded: Path, tmp_path: Path) -
 
 
 def test_random_call_is_replayed(run_cli: RunCli) -> None:
-    code, out, err = run_cli(
-        *SHAPE, "--mask", "causal", *QUICK, "--kernels", KERNELS, "--metric", "all"
-    )
+    code, out, err = run_cli(*SHAPE, "--mask=causal", *QUICK, "--kernels", KERNELS, "--metric=all")
     assert code == 0
     assert err.startswith("replay random: energy needs an NVIDIA GPU\nnext: ")
     assert err.count("energy") == 1
@@ -151,12 +147,8 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run_cli(*arguments, *QUICK)
-    assert (code, out) == (2, "")
-    assert err.startswith("replay")
-    assert len(err.splitlines()) == 1
-    for sentence in sentences:
-        assert sentence in err
+    err = refusal(run_cli, *arguments, *QUICK)
+    assert all(sentence in err for sentence in sentences), err
 
 
 @pytest.mark.parametrize(
@@ -177,26 +169,6 @@ def test_rows_for_a_model_are_measured_as_in_a_model(
     assert settings.calls_before == calls
     assert settings.for_model is for_model
     assert settings.baseline == ("torch-default" if for_model else None)
-
-
-def test_recorded_calls_are_compared_with_their_backend(run_cli: RunCli, recorded: Path) -> None:
-    code, out, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json=-")
-    assert (code, err.strip()) == (0, "")
-    found = rows(out)
-    assert [row["call"]["name"] for row in found] == [
-        f"model-{index:06d}" for index in range(3) for _ in range(2)
-    ]
-    assert {row["kernel"] for row in found} == {"torch-flash", "torch-math"}
-    assert {row["speedup"]["vs"] for row in found if row["speedup"]} == {"torch-math"}
-    assert all(row["accuracy"]["captured"] for row in found)
-
-
-def test_calls_are_chosen_by_name_and_glob(run_cli: RunCli, recorded: Path) -> None:
-    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json=-")
-    code, out, _ = run_cli(*arguments, "--call", "*[2-9], model-000000")
-    assert code == 0
-    names = dict.fromkeys(row["call"]["name"] for row in rows(out))
-    assert list(names) == ["model-000000", "model-000002"]
 
 
 SUFFIXES = ("", "-random", "-matched")
@@ -261,18 +233,6 @@ def test_kernel_name_contains_its_options(run_cli: RunCli, monkeypatch: pytest.M
             assert "on the keys it chose" in row["reason"]
 
 
-def test_altered_file_is_named_and_the_others_are_replayed(run_cli: RunCli, recorded: Path) -> None:
-    path = recorded / "model-000001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(bytes(content))
-    code, out, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json=-")
-    assert code == 1
-    assert "model-000001.safetensors: altered since it was recorded" in err
-    status = {row["call"]["name"]: row["status"] for row in rows(out)}
-    assert status == {"model-000000": "ok", "model-000001": "error", "model-000002": "ok"}
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_hostile_kernel_name_stays_text(
     run_cli: RunCli,
@@ -307,9 +267,7 @@ def test_hostile_kernel_name_stays_text(
     assert found == ["'=1+1" if name == "=1+1" else name for name in (*names, "torch-math")]
 
 
-def test_check_fails_on_an_inaccurate_kernel(
-    run_cli: RunCli, kernels: Callable[..., Kernel]
-) -> None:
+def test_check_fails_on_a_wrong_kernel(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
     kernels("zeros", lambda **a: torch.zeros_like(a["query"]))
     kernels("fine", lambda **a: F.scaled_dot_product_attention(**a))
     code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", "fine,zeros", "--check")
@@ -330,11 +288,7 @@ def test_check_states_the_smallest_slowdown(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("device", ["mps", "cpu:7", "cuda:-1", "abacus", ""])
 def test_unusable_device_is_one_sentence(run_cli: RunCli, device: str) -> None:
-    code, out, err = run_cli(*SHAPE, "--device", device)
-    assert (code, out) == (2, "")
-    assert err.startswith("replay")
-    assert "--device" in err
-    assert err.count("\n") == 1
+    assert "--device" in refusal(run_cli, *SHAPE, "--device", device)
 
 
 @pytest.mark.parametrize(
@@ -385,13 +339,12 @@ def test_nothing_recorded_is_written_over(run_cli: RunCli, recorded: Path, optio
     for file in ("manifest.json", "model-000000.safetensors"):
         content = (recorded / file).read_bytes()
         arguments = (*verb, "--dir", str(recorded), *QUICK, option, str(recorded / file))
-        code, _, err = run_cli(*arguments)
-        assert (code, len(err.splitlines())) == (2, 1)
-        assert f"{file}: it is a recording's own, name another file" in err
+        sentence = f"{file}: it is a recording's own, name another file"
+        assert sentence in refusal(run_cli, *arguments)
         assert (recorded / file).read_bytes() == content
     archive = shutil.make_archive(str(recorded), "zip", recorded)
-    code, _, err = run_cli(*verb, "--dir", archive, *QUICK, option, archive)
-    assert (code, f"{option} would overwrite {archive}" in err) == (2, True)
+    err = refusal(run_cli, *verb, "--dir", archive, *QUICK, option, archive)
+    assert f"{option} would overwrite {archive}" in err
 
 
 def test_verbose_prints_where_the_time_goes(run_cli: RunCli, recorded: Path) -> None:
@@ -416,9 +369,7 @@ def test_kernels_are_listed(run_cli: RunCli, kernels: Callable[..., Kernel]) -> 
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_tolerances_change_verdicts_and_are_recorded(
-    run_cli: RunCli, recorded: Path, tmp_path: Path
-) -> None:
+def test_tolerances_change_verdicts(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
     path = tmp_path / "strict.toml"
     path.write_text("[exact]\nsame_dtype_factor = 0\nrounding_factor = 0\n")
     one = ("--dir", str(recorded), "--call", "model-000000", *QUICK)
@@ -428,24 +379,21 @@ def test_tolerances_change_verdicts_and_are_recorded(
     assert (usual["status"], usual["tolerances"]) == ("ok", "")
     assert strict["status"] == "inaccurate"
     assert strict["tolerances"] == "exact.same_dtype_factor=0 exact.rounding_factor=0"
-    path.write_text("[exact]\nfactor = 1\n")
-    code, _, err = run_cli(*arguments, "--tolerances", str(path))
-    assert (code, err.count("\n")) == (2, 1)
-    assert "no key in [exact] is called 'factor': " in err
 
 
 def test_archive_is_replayed(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the chosen calls are copied for the workers."""
+    """Only the chosen calls are copied for the workers; names, globs and commas choose."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     archive = shutil.make_archive(str(tmp_path / "calls"), "zip", tmp_path, recorded.name)
     arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math")
-    code, out, err = run_cli(*arguments, "--call", "model-000001", "--json=-")
+    code, out, err = run_cli(*arguments, "--call", "*[2-9], model-000000", "--json=-")
     assert code == 0
-    assert {json.loads(line)["call"]["name"] for line in out.splitlines()} == {"model-000001"}
-    copies = [path.name for path in (tmp_path / "cache").rglob("*.safetensors")]
-    assert copies == ["model-000001.safetensors"]
+    names = dict.fromkeys(row["call"]["name"] for row in rows(out))
+    assert [*names] == ["model-000000", "model-000002"]
+    copies = {path.stem for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert copies == {*names}
     code, _, err = run_cli(*arguments)
     assert f"--dir {archive}" in err
 

@@ -1,7 +1,5 @@
 """The closing line suggests the next step, with a command that can be pasted."""
 
-from __future__ import annotations
-
 import importlib
 import shlex
 from collections.abc import Sequence
@@ -34,9 +32,8 @@ def recording(directory: Path, *captures: CaptureRecord) -> Path:
     dataset = Dataset(directory, [], list(captures))
     for capture in captures:
         call = replace(random_call(), origin=Origin(model=capture.model))
-        dataset.entries.append(
-            PackedCall.of(call).write(directory / f"{capture.model}.safetensors")
-        )
+        path = directory / f"{capture.model}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
     dataset.save_manifest()
     return directory
 
@@ -93,9 +90,7 @@ def test_replay_leads_to_the_whole_model(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_verify_leads_to_a_plan_and_its_use(
-    tmp_path: Path,
-) -> None:
+def test_verify_leads_to_a_plan_and_its_use(tmp_path: Path) -> None:
     directory, path = str(recording(tmp_path / "recorded", capture())), str(tmp_path / "plan.json")
     choose = command(said("verify", "--dir", directory))
     chosen = ["--out", "plan.json", "--budget", "cosine=0.998"]

@@ -1,7 +1,5 @@
 """`replay profile` runs one kernel on one call."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from replay.cli.profile import WARM_UP
 from replay.kernels.registry import Kernel
+from tests.in_this_process import RunCli, refusal
 
-RunCli = Callable[..., tuple[int, str, str]]
 SHAPE = ("profile", "random", "-sq", "16", "-hq", "2", "-d", "32", "--device", "cpu")
 
 
@@ -33,11 +31,8 @@ def test_printed_command_runs_the_same_arguments_once(run_cli: RunCli) -> None:
 
 def test_profile_requires_one_recorded_call(run_cli: RunCli, recorded: Path) -> None:
     given = ("profile", "--dir", str(recorded), "--device", "cpu", "--kernels", "torch-math")
-    code, out, err = run_cli(*given)
-    assert (code, out) == (2, "")
-    assert err.startswith(
-        "replay profile: a profile runs one kernel on one call, got 1 kernel and 3 calls: name one"
-    )
+    told = "a profile runs one kernel on one call, got 1 kernel and 3 calls: name one"
+    assert refusal(run_cli, *given).startswith(f"replay profile: {told}")
     assert run_cli(*given, "--call", "model-000001", "--once")[0] == 0
     assert run_cli(*given, "--call", "model-000001")[0] == 0
 

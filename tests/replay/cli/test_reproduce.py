@@ -1,13 +1,10 @@
 """`replay reproduce` writes scripts that show planted faults without this project."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,12 @@ from typing import Any
 import pytest
 
 from capture.cli.main import main as capture
-from capture.storage.call_file import PackedCall
-from capture.storage.dataset import Dataset, load
+from capture.storage.dataset import load
 from replay.reproduce import kernel_call
 from replay.workloads.recorded import from_directory
-from tests.factories import random_call
+from tests.factories import random_call, save_calls
+from tests.in_this_process import RunCli, exit_code, refusal
 
-RunCli = Callable[..., tuple[int, str, str]]
 PLANTED = Path(__file__).parents[1] / "reproduce" / "planted.py"
 ALONE = f"""
 import runpy, sys
@@ -42,13 +38,9 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copyfile(PLANTED, "planted.py")
     Path("factors.py").write_text("WRONG_FACTOR = 1.5\n")
-    directory = tmp_path / "recorded"
-    directory.mkdir()
     origin = {"model": "[x](http://y)", "module": "a\n\n# b\ud800"}
     call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=21, with_output=True, origin=origin)
-    entry = PackedCall.of(call).write(directory / "model-000000.safetensors")
-    Dataset(directory, [entry], []).save_manifest()
-    return directory
+    return save_calls(tmp_path / "recorded", [call])
 
 
 def command(kernel: str, *others: str) -> tuple[str, ...]:
@@ -70,9 +62,7 @@ def run_alone() -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
-def test_wrong_head_is_shown_without_this_project(
-    run_cli: RunCli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_head_is_shown_alone(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run_cli(*command("planted.py:head"))
     assert (code, err) == (0, "")
     seen, written = out.splitlines()
@@ -91,9 +81,7 @@ def test_wrong_head_is_shown_without_this_project(
     assert mended.returncode == 0
     assert mended.stdout.endswith("does not fail\n")
     for option, text in (("show", "(derived: sequence"), ("check", "; derived: sequence")):
-        with pytest.raises(SystemExit) as ended:
-            capture([option, "bug"])
-        assert ended.value.code == 0
+        assert exit_code(capture, option, "bug") == 0
         assert text in " ".join(capsys.readouterr().out.split())
     page = Path("bug/README.md").read_text()
     assert "recorded from `[x](http://y)` (`a  # b`): " in page
@@ -149,19 +137,13 @@ def test_files_of_our_adapters_are_copied(run_cli: RunCli, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("recorded")
-def test_write_protected_place_is_refused_first(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_protected_place_is_refused_first(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> str:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("replay.reproduce.reproducer.tempfile.mkdtemp", refuse)
-    code, out, err = run_cli(*command("planted.py:right"))
-    assert (code, out) == (2, "")
-    assert (
-        err
-        == "replay reproduce: cannot write --out bug (Permission denied): name another directory\n"
-    )
+    told = "cannot write --out bug (Permission denied): name another directory"
+    assert refusal(run_cli, *command("planted.py:right")) == f"replay reproduce: {told}\n"
 
 
 @pytest.mark.usefixtures("recorded")
@@ -176,6 +158,5 @@ def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
         (("--kernel", "planted.py:hea"), "no kernel 'planted.py:hea': "),
         (("--env", "x"), "--env x: write NAME=PATH/TO/python"),
     ):
-        code, out, err = run_cli(*command("planted.py:right", *changed))
-        assert (code, out) == (2, "")
+        err = refusal(run_cli, *command("planted.py:right", *changed))
         assert err.startswith(f"replay reproduce: {sentence}")

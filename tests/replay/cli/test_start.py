@@ -1,7 +1,5 @@
 """A replay starts its processes before it imports PyTorch, so that the imports overlap."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -50,10 +48,7 @@ finally:
 def before_torch(*arguments: str) -> tuple[list[Any], str]:
     """Return the events of processes until PyTorch is imported or the command ends, and stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -79,9 +74,7 @@ def test_worker_and_judge_start_before_torch_is_imported() -> None:
         (("--dir", "/no/recording"), "/no/recording: no such directory; record into it"),
     ],
 )
-def test_wrong_arguments_start_no_process(
-    recorded: Path, options: tuple[str, ...], reason: str
-) -> None:
+def test_misuse_starts_no_process(recorded: Path, options: tuple[str, ...], reason: str) -> None:
     source = () if "--dir" in options else ("--dir", str(recorded))
     events, err = before_torch(*source, *options)
     assert events == []
@@ -89,15 +82,9 @@ def test_wrong_arguments_start_no_process(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--kernels", "torch-math,torch-flahs"),
-        ("--baseline-kernel", "sage4"),
-    ],
+    "options", [("--kernels", "torch-math,torch-flahs"), ("--baseline-kernel", "sage4")]
 )
-def test_suspicious_name_is_looked_up_before_a_process_starts(
-    options: tuple[str, ...],
-) -> None:
+def test_suspicious_name_is_looked_up_before_a_process_starts(options: tuple[str, ...]) -> None:
     events, _ = before_torch("random", *options)
     assert events == ["torch"]
 

@@ -1,7 +1,5 @@
 """Stdout contains only rows, even if kernels print."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os
@@ -44,9 +42,7 @@ def test_stdout_outlives_a_kernel_that_closes_it(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().out == "row\nafter\n"
 
 
-def test_stream_that_a_kernel_closes_is_open_for_the_next(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_stream_that_a_kernel_closes_opens_for_the_next(capfd: pytest.CaptureFixture[str]) -> None:
     with reserved_stdout() as stdout:
         for stream in (sys.stdout, sys.stderr):
             stream.close()

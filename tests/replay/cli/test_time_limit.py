@@ -1,12 +1,9 @@
 """Runs with `--max-time`, on a clock that the test sets."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ import pytest
 from replay.cli.shared_options import duration
 from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit
+from tests.in_this_process import RunCli
 
-RunCli = Callable[..., tuple[int, str, str]]
 QUICK = ("--rounds", "3", "--device", "cpu")
 
 
@@ -27,8 +24,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
-    [("10m", 600), ("1h30m", 5400), ("1h5s", 3605), ("45", 45)],
+    ("given", "seconds"), [("10m", 600), ("1h30m", 5400), ("1h5s", 3605), ("45", 45)]
 )
 def test_durations(given: str, seconds: float) -> None:
     assert duration(given) == seconds
@@ -62,9 +58,7 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run_with_a_clock(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
+def run_with_a_clock(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> RunCli:
     """`run(12, 5.0, …)` has a limit of 12 seconds, expects five for each call, and takes four."""
 
     def run(seconds: int, expected: float, *arguments: str) -> tuple[int, str, str]:
@@ -114,12 +108,14 @@ def test_representative_calls_come_first_and_resume_completes_them(
     before = rows.read_text().splitlines()
     code, _, err = run_cli(*arguments, "--resume")
     assert code == 0
-    assert "replay: 2 calls are kept as measured before" in err
+    assert "replay: 2 calls are kept as measured before, even if --rounds, --max-seconds" in err
     assert "; 1 to go\n" in err
     assert "left out" not in err
     assert calls() == [f"model-{index:06d}" for index in range(3) for _ in range(2)]
     after = rows.read_text().splitlines()
     assert [*after[:2], *after[4:]] == before
+    assert "; 0 to go\n" in run_cli(*arguments, "--resume")[2]
+    assert rows.read_text().splitlines() == after
 
 
 @pytest.mark.usefixtures("without_workers")

@@ -1,7 +1,5 @@
 """Tests of `replay watch`: the watched files, the changes that count, and the output."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,12 +16,10 @@ from replay.cli.watch import Files
 from replay.rows.row import Row
 from replay.workers import process
 from tests.factories import row
+from tests.in_this_process import RunCli, refusal
 
-_NO_PROCESSES = nullcontext(
-    SimpleNamespace(prepare=lambda device: None, warm_up=lambda kernels: None)
-)
+_NO_PROCESSES = nullcontext(SimpleNamespace(prepare=lambda _: None, warm_up=lambda _: None))
 
-RunCli = Callable[..., tuple[int, str, str]]
 REQUEST = ReplayRequest(
     RandomCall(q_heads=1, q_len=8, head_dim=8), "mine.py:f", place=RunPlace(timeout=1.0)
 )
@@ -83,9 +79,7 @@ def test_change_during_a_replay_is_noticed() -> None:
     assert files.wait(edits()) == ["mine.py"]
 
 
-def test_run_is_compared_with_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A command that fails prints one sentence, and the watch continues."""
     monkeypatch.setattr(process, "first_processes", lambda *_, **__: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
@@ -134,6 +128,5 @@ def test_wrong_arguments_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_watch_refuses_kernels_without_a_file(run_cli: RunCli, given: str, sentence: str) -> None:
-    code, out, err = run_cli("watch", "random", *given.split())
-    assert (code, out) == (2, "")
+    err = refusal(run_cli, "watch", "random", *given.split())
     assert err.startswith(f"replay watch: {sentence}")

@@ -1,7 +1,5 @@
 """Simulated runs: times from seeded generators, and given errors."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tests of the conditions of `--fail-on`: their syntax and their findings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

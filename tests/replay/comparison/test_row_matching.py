@@ -1,7 +1,5 @@
 """Rows are compared only if they come from the same kernel and call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sources of the spread between two equal runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,14 +30,9 @@ def test_a_second_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [
-        (None, "expected a share such as 1.5%, or a file of rows"),
-        ("{}\n", "line 1: not a row"),
-    ],
+    [(None, "expected a share such as 1.5%, or a file of rows"), ("{}\n", "line 1: not a row")],
 )
-def test_spread_without_a_figure_is_refused(
-    tmp_path: Path, content: str | None, sentence: str
-) -> None:
+def test_spread_needs_a_figure(tmp_path: Path, content: str | None, sentence: str) -> None:
     path = tmp_path / "file"
     if content is not None:
         path.write_text(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,13 +48,17 @@ def written(directory: Path, *calls: AttentionCall) -> list[Workload]:
 @pytest.mark.slow
 def test_crash_in_a_process_is_a_finding(tmp_path: Path) -> None:
     calls = (random_call(with_output=True, origin={"module": f"layers.{at}"}) for at in (0, 1))
-    kernels = [CAPTURED, find(f"{BAD}:segfault"), find("torch-math")]
-    found = diagnose(written(tmp_path, *calls), kernels, settings(), timeout=60)
-    assert [(each.call[-1], each.cause) for each in found.found] == [
-        ("0", "unknown"),
-        ("1", "unknown"),
+    bad = [find(f"{BAD}:segfault"), find(f"{BAD}:dies_in_compiled_code")]
+    kernels = [CAPTURED, *bad, find("torch-math")]
+    found = diagnose(written(tmp_path, *calls), kernels, settings(), 60, inside=("compile",))
+    assert [(each.call[-1], each.cause, each.tried) for each in found.found] == [
+        ("0", "unknown", ("eager",)),
+        ("1", "unknown", ("eager",)),
+        ("0", "unknown", ("eager", "compile")),
+        ("1", "unknown", ("eager", "compile")),
     ]
-    assert found.examined == 6
+    assert found.examined == 12
+    assert found.found[2].sentence.startswith("crash while it ran in compiled code: ")
     crash = found.found[0]
     assert crash.evidence["status"] == "crash"
     assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
@@ -150,9 +155,10 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_processes")
 def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     asked = ("--dir", str(recorded), "--kernels", "torch-math", "--in-process", "--json", "-")
-    code, out, err = run_cli("doctor", *asked, "--call", "model-000001", "--device", "cpu")
+    options = ("--call", "model-000001", "--device", "cpu", "--in", "compile")
+    code, out, err = run_cli("doctor", *asked, *options)
     assert (code, json.loads(out)) == (0, [])
-    assert err.splitlines()[-1] == "healthy: no error in 1 run of a kernel on a call"
+    assert err.splitlines()[-1] == "healthy: no error in 2 runs of a kernel on a call"
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -219,6 +225,8 @@ def test_a_recorded_output_that_is_wrong(run_cli: RunCli, tmp_path: Path) -> Non
         (("--dir", "{}", "--kernels", "sage2", "--device", "cpu"), "sage2 cannot run on cpu"),
         (("--dir", "{}", "--call", "other"), "no call 'other' was recorded"),
         (("--dir", "{}", "--max", "3"), "give --model MODEL"),
+        (("--model", "llama", "--device", "cpu", "--in", "graph"), "CUDA graphs need a GPU"),
+        (("--dir", "{}", "--in", "compiled"), "no mode 'compiled': choose from graph, compile"),
         (("--model", "llama", "--json", "."), "cannot write .: it is a directory"),
         (("--model", "llama", "--kernels", "eagr"), "no kernel 'eagr'"),
         (("--kernels", "eager"), "one of the arguments --dir --model is required"),
@@ -250,6 +258,31 @@ def test_around_a_run() -> None:
         ("1", "mask-ignored"),
     ]
     assert "torch-default, which is right on this call" in str(diagnosis)
+
+
+def test_a_model_with_nan_is_no_fault_of_a_kernel(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Block(), torch.nn.LayerNorm(32), Block())
+    torch.nn.init.constant_(model[1].weight, math.nan)
+    kernels = [faulty.with_mask(faulty.READINGS["ignored"]), "torch-math"]
+    with (
+        pytest.warns(match="not finite"),
+        ar.doctor(model, kernels, out=tmp_path) as around,
+        torch.no_grad(),
+    ):
+        model(torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0)))
+    remedy = (
+        "what to do: mend the model: its values are not finite from step 0 (encode), 1: output "
+        "has NaN, and so has the module's parameter weight; the last finite output is the "
+        "attention output of 0 at step 0"
+    )
+    recorded = ar.doctor(tmp_path, "torch-math,captured", workers=False, progress=False)
+    for found, wrong in ((around, 1), (recorded, 0)):
+        text = str(found)
+        assert text.count("any kernel: nonfinite-input on 1 call\n") == 1
+        assert "query 2,560 NaN (visible), key 2,560 NaN (visible), value 2,560 NaN" in text
+        assert remedy in text
+        assert "2 of 4 runs have inputs that are not finite" in text
+        assert text.count("are wrong, by 1 kernel") == wrong
 
 
 def test_the_worst_call_is_shown_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
 from replay.accuracy.reference import attention
+from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.derived import gathered
 from replay.diagnosis.examine import Examined, examine
 from replay.diagnosis.poison import poisoned
@@ -73,6 +75,7 @@ def examined(
     filled = poisoned(0.7) if attention is faulty.rows_unwritten else contextlib.nullcontext()
     with torch.no_grad(), filled:
         kernel = Kernel("kernel", attention, kind, features=frozenset(FEATURES))
+        kernel = CAPTURED if attention is CAPTURED.attention else kernel
         return examine(kernel, made, settings(), ProcessState())
 
 
@@ -93,6 +96,21 @@ def modulo(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 def joined(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Let queries see the keys and values of all sequences."""
     return query, *(each.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1) for each in others)
+
+
+def half_of_others(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Take half of the keys and values from another sequence."""
+    return query, *(torch.cat((each[:, :, :35], each.flip(0)[:, :, 35:]), 2) for each in others)
+
+
+def in_turn(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Take heads of key and value in turn from memory that holds all key heads first."""
+    return query, *torch.cat(others, 1).unflatten(1, (-1, 2)).unbind(2)
+
+
+def first_1000_again(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Take keys and values from the first again after the 1,000th."""
+    return query, *(each[:, :, torch.arange(each.shape[2]) % 1000] for each in others)
 
 
 HEALTHY = {
@@ -117,6 +135,10 @@ OUTLIER = with_outlier(call(dtype=BFLOAT16))
 SINK = with_sink(call(), 60)
 ENDS = torch.tensor([0, 16, 40], dtype=torch.int32)
 PACKED = call(batch=1, kv_len=40, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)
+ONE_MORE = torch.block_diag(torch.ones(16, 16), torch.ones(24, 24)).bool()
+ONE_MORE[:16, 16] = True
+SAME = torch.arange(1500).where(torch.arange(1500) != 1000, 0)
+ONE_EQUAL = gathered(call(kv_len=1500), keys=SAME)
 WIDE = call(head_dim=80)
 GROUPED = call(q_heads=4, kv_heads=2)
 CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
@@ -196,6 +218,20 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "next keys": (reading(lambda q, k, v: (q, k.roll(2, 0), v)), call(batch=3), "other-sequence"),
     "all sequences": (reading(joined), call(), "other-sequence"),
     "packed sequences": (faulty.without_options, PACKED, "other-sequence"),
+    "key after the end": (
+        lambda query, key, value, **_: faulty.right(query, key, value, ONE_MORE),
+        PACKED,
+        "other-sequence",
+    ),
+    "half of the keys": (reading(half_of_others), call(), "other-sequence"),
+    "keys and values in turn": (reading(in_turn), call(), "layout"),
+    "scale of 96 channels": (faulty.scaled_by((80 / 96) ** 0.5), WIDE, "head-dim"),
+    "other than self-attention": (
+        faulty.wrong_if(lambda q, k: q.shape[2] != k.shape[2]),
+        call(),
+        "unknown",
+    ),
+    "keys in turn": (reading(first_1000_again), ONE_EQUAL, "too-large"),
     "keys reversed": (reading(lambda q, k, v: (q, k.flip(2), v)), call(), "unknown"),
     "one row": (faulty.one_row_off, call(), "unknown"),
     "flickering": (faulty.wrong_once, call(), "unknown"),
@@ -313,6 +349,34 @@ def test_gathered_rows_take_their_mask_along() -> None:
     torch.testing.assert_close(
         attention(gathered(made, queries=queries)), attention(made)[:, :, queries]
     )
+
+
+HIDING = torch.arange(70) < 60
+
+
+@pytest.mark.parametrize("name", ["eager", "torch-math", "captured"])
+@pytest.mark.parametrize(
+    ("tensor", "key", "cause", "sentence"),
+    [
+        ("value", 5, "nonfinite-input", "finite output: value 32 NaN (visible)"),
+        ("query", 5, "nonfinite-input", "finite output: query 32 NaN (visible)"),
+        ("key", 65, "nonfinite-hidden", "40 of 160 rows are NaN or infinite because of inputs"),
+    ],
+)
+def test_nonfinite_inputs_are_named(
+    tensor: str, key: int, cause: str, sentence: str, name: str
+) -> None:
+    made = call(attn_mask=HIDING.expand(40, 70))
+    getattr(made, tensor)[0, 0, key] = math.nan
+    # The math backend multiplies hidden values by zero; `eager` does not read them.
+    made = replace(made, output=find("torch-math").attention(**made.arguments()))
+    kernel = CAPTURED if name == "captured" else find(name)
+    evidence = examined(kernel.attention, made).evidence
+    if name == "eager" and cause == "nonfinite-hidden":
+        assert evidence is None
+    else:
+        assert evidence is not None
+        assert (evidence.cause, sentence in evidence.sentence) == (cause, True), evidence.sentence
 
 
 NO_KEY_SEEN = {

@@ -1,7 +1,5 @@
 """Choosing GPUs, and the processor cores and lock of each GPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +9,7 @@ import pytest
 import torch
 
 from replay.distribution import device_slots
-from replay.distribution.device_slots import (
-    Device,
-    DeviceError,
-    gpus,
-    held,
-    held_if_free,
-)
+from replay.distribution.device_slots import Device, DeviceError, gpus, held, held_if_free
 
 CPU = torch.device("cpu")
 
@@ -81,9 +73,7 @@ def test_one_gpu_keeps_all_cores(host: Host) -> None:
         ("all", ["L4"] * 3, 2, "3 GPUs need a processor core each, and there are 2"),
     ],
 )
-def test_invalid_gpus_are_refused(
-    host: Host, asked: str, kinds: list[str], cores: int, reason: str
-) -> None:
+def test_invalid_gpus(host: Host, asked: str, kinds: list[str], cores: int, reason: str) -> None:
     host(*kinds, cores=cores)
     with pytest.raises(DeviceError, match=reason):
         gpus(asked)
@@ -100,9 +90,7 @@ def test_device_is_held_by_one_replay(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666}
 
 
-def test_replay_on_a_locked_device_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host
-) -> None:
+def test_device_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host) -> None:
     host("H200", "H200")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

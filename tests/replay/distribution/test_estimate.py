@@ -1,19 +1,11 @@
 """The estimated duration of a replay, and the history of earlier replays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from replay.bench.settings import Settings
-from replay.distribution.estimate import (
-    Rates,
-    call_seconds,
-    expected_seconds,
-    flops,
-    together,
-)
+from replay.distribution.estimate import Rates, call_seconds, expected_seconds, flops, together
 from replay.kernels.registry import find
 from replay.timing.flops import flops as exact_flops
 from replay.workloads.random_calls import Spec

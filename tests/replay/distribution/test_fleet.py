@@ -1,7 +1,5 @@
 """Calls spread over two devices. Stand-ins simulate failures; CPUs run the whole command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -29,8 +27,8 @@ from replay.workloads.random_calls import Spec
 from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload, random_workload
 from tests import factories
+from tests.in_this_process import RunCli
 
-RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 CPUS = [Device(f"CPU {index}", "a processor", f"uuid-{index}") for index in range(2)]
 QUICK = ("--rounds", "3")
@@ -140,9 +138,7 @@ def test_first_call_is_the_one_that_compiled(replayed: Callable[..., Replayed]) 
         assert row.first_call_ms == (1000.0 if row.call.name == "random-00" else 1.0)
 
 
-def test_call_whose_worker_dies_is_replayed_on_another_device(
-    replayed: Callable[..., Replayed],
-) -> None:
+def test_call_whose_worker_dies_is_replayed_elsewhere(replayed: Callable[..., Replayed]) -> None:
     bad, good = StandIn(lambda call: crash(call)), StandIn()
     rows, _ = replayed(bad, good)
     assert {row.status for row in rows} == {"ok"}
@@ -159,9 +155,7 @@ def test_call_whose_worker_dies_is_replayed_on_another_device(
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_call_that_fails_everywhere_keeps_its_row(
-    replayed: Callable[..., Replayed], devices: int
-) -> None:
+def test_failing_everywhere_keeps_a_row(replayed: Callable[..., Replayed], devices: int) -> None:
     fails = [StandIn(lambda call: crash(call) if call.name.endswith("1") else None)] * devices
     rows, reported = replayed(*fails)
     assert sorted(row.call.name for row in rows if row.status == "crash") == ["random-01"]
@@ -176,9 +170,7 @@ def test_call_that_cannot_be_read_is_not_tried_again(replayed: Callable[..., Rep
     assert len(one.replayed) + len(other.replayed) == 4
 
 
-def test_lost_device_gets_no_more_calls(
-    replayed: Callable[..., Replayed], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_device(replayed: Callable[..., Replayed], caplog: pytest.LogCaptureFixture) -> None:
     lost, good = StandIn(lambda call: WorkerError("no driver"), works=False), StandIn()
     rows, _ = replayed(lost, good)
     assert len(rows) == 8
@@ -385,9 +377,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("two_cpus")
 @pytest.mark.slow
-def test_rows_come_back_in_the_order_of_the_calls(
-    run_cli: RunCli, recorded: Path, tmp_path: Path
-) -> None:
+def test_rows_come_back_in_order_of_calls(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json", str(rows))
     code, _, err = run_cli(*arguments, "--gpus", "all")

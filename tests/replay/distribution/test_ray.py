@@ -1,7 +1,5 @@
 """`replay --ray` on local clusters whose CPUs stand in for GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -20,12 +18,12 @@ import pytest
 
 import replay as replay_package
 from capture.call.attention_call import AttentionCall
-from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.distribution.ray_cluster import Cluster, ClusterError, connected
 from replay.isolation import processes
+from tests.factories import save_calls
+from tests.in_this_process import RunCli
 
-RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 QUICK = ("--rounds", "3", "--kernels")
 
@@ -88,8 +86,6 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, I
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     try:
         yield process.stdout.readline().strip(), process.stdin
     finally:
@@ -142,9 +138,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 @pytest.mark.slow
 @with_ray
-def test_own_cluster_answers_only_on_this_machine(
-    replays: Replays, recorded: Path, tmp_path: Path
-) -> None:
+def test_own_cluster_answers_only_here(replays: Replays, recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(STARTS_ANOTHER)
     rows = tmp_path / "rows.jsonl"
     kernel = f"{tmp_path / 'mine.py'}:attention"
@@ -193,9 +187,7 @@ def test_node_with_an_environment_without_torch_is_left_out(
 
 @pytest.mark.slow
 @with_ray
-def test_ctrl_c_leaves_a_file_to_resume(
-    replays: Replays, address: str, recorded: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_rows(replays: Replays, address: str, recorded: Path, tmp_path: Path) -> None:
     first = float(Dataset.open(recorded)[0].query.abs().max())
     (tmp_path / "stalls.py").write_text(STALLS.format(first=first))
     rows = tmp_path / "rows.jsonl"
@@ -237,16 +229,10 @@ def test_node_that_dies_costs_no_row(
     tmp_path: Path,
 ) -> None:
     """This test runs last, because it leaves the cluster with one node."""
-    directory, rows = tmp_path / "many", tmp_path / "rows.jsonl"
-    directory.mkdir()
-    dataset = Dataset(directory, [], [])
-    for index in range(80):
-        others = ["torch-flash", "torch-efficient", "torch-cudnn"]
-        origin = {"call_index": index, "backend": "torch-math", "disabled_backends": others}
-        call = make_call(seed=index, origin=origin)
-        path = directory / f"model-{index:06d}.safetensors"
-        dataset.entries.append(PackedCall.of(call).write(path))
-    dataset.save_manifest()
+    rows, others = tmp_path / "rows.jsonl", ["torch-flash", "torch-efficient", "torch-cudnn"]
+    by_math = {"backend": "torch-math", "disabled_backends": others}
+    calls = (make_call(seed=at, origin={**by_math, "call_index": at}) for at in range(80))
+    directory = save_calls(tmp_path / "many", calls)
     arguments = ("--dir", directory, *QUICK, "torch-math", "--json", rows)
     process = replays.start(*arguments, "--ray", address)
     deadline = time.monotonic() + 200
@@ -273,9 +259,7 @@ def test_node_that_dies_costs_no_row(
     assert host not in {row["host"] for row in retried}
 
 
-def test_missing_ray_is_named_with_its_remedy(
-    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_ray(run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = run_cli("--dir", str(recorded), "--ray")
     assert (code, err) == (2, "replay: --ray needs Ray: pip install 'attention-replay[ray]'\n")
@@ -314,9 +298,7 @@ def test_address_without_a_cluster_is_refused(address: str, reason: str) -> None
         (RuntimeError("the raylet died"), "this machine is not a node of the cluster"),
     ],
 )
-def test_refusal_of_ray_is_a_sentence_with_its_remedy(
-    a_ray: SimpleNamespace, error: Exception, reason: str
-) -> None:
+def test_refusal_of_ray_has_a_remedy(a_ray: SimpleNamespace, error: Exception, reason: str) -> None:
     def init(address: str, **_: object) -> None:
         try:
             raise error

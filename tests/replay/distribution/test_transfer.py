@@ -1,7 +1,5 @@
 """Recorded calls are sent to another machine."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -67,9 +65,7 @@ def test_call_is_sent_once_and_is_the_same_there(recorded: Path, elsewhere: Dire
     assert elsewhere.sent == [f"model-{index:06d}.safetensors" for index in range(3)]
 
 
-def test_visible_file_is_not_sent(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_file_stays(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     workloads, _ = from_directory(recorded)
     near = Direct(Node((0, 1), os.getcwd(), {}, 60.0))
@@ -77,9 +73,7 @@ def test_visible_file_is_not_sent(
     assert not near.sent
 
 
-def test_another_file_of_the_same_name_is_not_taken_for_it(
-    recorded: Path, elsewhere: Direct
-) -> None:
+def test_another_file_of_this_name_is_not_taken_for_it(recorded: Path, elsewhere: Direct) -> None:
     (workload, *_), _ = from_directory(recorded)
     (there,) = elsewhere._sent(workload.source).files()
     there.write_bytes(there.read_bytes()[:-1] + b"?")

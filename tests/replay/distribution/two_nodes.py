@@ -6,8 +6,6 @@ The program prints the cluster's address. It kills the second node when stdin ha
 when stdin is closed. The second node's processes have `SECOND_NODE` in their environment.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

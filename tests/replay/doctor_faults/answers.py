@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,11 @@ class Fault:
         return f"{HERE / self.cause.replace('-', '_')}.py:{self.function}"
 
     @property
+    def causes(self) -> tuple[str, ...]:
+        """Names by which the doctor may call the cause."""
+        return OTHER_NAMES.get(self.cause, (self.cause,))
+
+    @property
     def modules(self) -> frozenset[str]:
         """Names of the failing layers."""
         return frozenset(map(module, self.layers))
@@ -38,6 +44,10 @@ def module(layer: int) -> str:
     """Name of a recorded layer."""
     return f"blocks.{layer}.attn"
 
+
+OTHER_NAMES = {"kv-heads": ("kv-heads", "head-mapping"), "racing": ("racing", "unknown")}
+SAID_OF_RACING = re.compile("deterministic|same (call|inputs)")
+"""Words that the sentence of a finding has if the doctor saw that equal calls differ."""
 
 HEALTHY = ("plain", "in_float32", "online_softmax", "queries_in_chunks", "smoothed_int8")
 """Functions of `healthy.py`."""
@@ -129,4 +139,44 @@ FAULTS = (
     Fault("stale-graph", "first_mask_of_a_shape", "second-mask", (3,)),
     Fault("stale-graph", "first_scale_of_a_shape", "second-scale", (2,)),
     Fault("stale-graph", "value_kept_by_shape", "one-bucket", (2,)),
+    Fault("strides", "value_taken_for_dense", "value-view", (2,)),
+    Fault("strides", "expanded_heads_advance", "expanded-keys", (1,)),
+    Fault("strides", "channels_taken_for_adjacent", "transposed-keys", (3,)),
+    Fault("strides", "output_like_the_query", "query-view", (1,)),
+    Fault("strides", "cache_taken_for_full", "static-cache", (2,)),
+    Fault("layout", "library_default", "plain", (0, 1, 2)),
+    Fault("layout", "output_viewed_as_heads", "head-dim-64", (1,)),
+    Fault("layout", "viewed_instead_of_transposed", "one-long", (1,)),
+    Fault("layout", "shorter_axis_taken_for_heads", "few-tokens", (2,)),
+    Fault("layout", "pairs_packed_in_other_order", "text", (3,)),
+    Fault("head-dim", "scale_of_the_padding", "stable-diffusion", (0, 1)),
+    Fault("head-dim", "scores_of_128_channels", "stable-diffusion", (2,)),
+    Fault("head-dim", "next_row_in_the_padding", "head-dim-72", (1,)),
+    Fault("head-dim", "whole_blocks_of_columns", "head-dim-96", (2,)),
+    Fault("head-dim", "channels_in_eights", "head-dim-36", (3,)),
+    Fault("too-large", "grid_of_65535", "motion-module", (1,)),
+    Fault("too-large", "key_numbers_in_16_bits", "long-cache", (2,)),
+    Fault("too-large", "scales_of_64_blocks", "video", (1,)),
+    Fault("too-large", "one_block_of_1024", "speech", (3,)),
+    Fault("too-large", "mask_buffer_of_512", "long-prompt", (1,)),
+    Fault("other-sequence", "end_included", "packed", (1,)),
+    Fault("other-sequence", "keys_begin_where_queries_do", "packed-text", (2,)),
+    Fault("other-sequence", "one_prompt_for_all", "guided-text", (1,)),
+    Fault("other-sequence", "guidance_in_other_order", "one-batched", (1,)),
+    Fault("other-sequence", "unpadded_without_a_first_zero", "padding", (2,)),
+    Fault("kv-heads", "head_modulo", "one-grouped", (2,)),
+    Fault("kv-heads", "group_of_a_power_of_two", "groups-of-seven", (1,)),
+    Fault("kv-heads", "values_repeated_as_a_whole", "grouped-causal", (3,)),
+    Fault("kv-heads", "rows_unfolded_in_other_order", "grouped-causal", (3,)),
+    Fault("kv-heads", "folded_row_taken_for_position", "grouped-causal", (3,)),
+    Fault("nonfinite-input", "plain", "nan-token", (2,), (1, 2)),
+    Fault("nonfinite-input", "in_float32", "infinite-key", (1,), (2,)),
+    Fault("nonfinite-input", "queries_in_chunks", "nan-mask", (3,)),
+    Fault("nonfinite-input", "online_softmax", "nan-tail", (1,)),
+    Fault("nonfinite-input", "zero_for_nan", "black-picture", (0, 1, 2, 3), (1, 2)),
+    Fault("racing", "stored_before_the_last_tile", "one-long", (1,)),
+    Fault("racing", "additions_lost", "one-long", (1,)),
+    Fault("racing", "read_before_written", "one-long", (1,)),
+    Fault("racing", "counter_not_reset", "one-long", (1,)),
+    Fault("racing", "next_values_overwrite", "one-long", (1,)),
 )

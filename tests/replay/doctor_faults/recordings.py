@@ -10,16 +10,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
 
 from capture import record
 
 Values = Callable[[Tensor, Tensor, Tensor], None]
 """Function that changes query, key and value (B, H, S, D) in place."""
+
+Memory = Callable[[Tensor], Tensor]
+"""Function that stores a dense tensor (B, H, S, D) with other strides."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class Layer:
     scale: float | None = None
     is_contiguous: bool = False
     """True for (B, H, S, D) in memory, False for a view of (B, S, H, D)."""
+    memory: tuple[Memory, Memory, Memory] | None = None
+    """Memory of query, key and value, instead of `is_contiguous`."""
+    packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Numbers of queries and of keys of packed sequences; `q_len` and `kv_len` are their sums."""
     values: Values | None = None
     since: int = 0
     """First step in which `values` has an effect."""
@@ -67,7 +76,21 @@ class Layer:
         query, key, value = (each.to(self.dtype) for each in (query, key, value))
         if self.is_contiguous:
             query, key, value = (each.contiguous() for each in (query, key, value))
+        if self.memory is not None:
+            stored = zip(self.memory, (query, key, value), strict=True)
+            query, key, value = (store(each.contiguous()) for store, each in stored)
         return query, key, value
+
+
+def varlen_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor
+) -> Tensor:
+    """Compute `varlen_attn`, which PyTorch has only for GPUs; tensors are (S, H, D)."""
+    lengths, lengths_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    parts = (query.split(lengths), key.split(lengths_k), value.split(lengths_k))
+    heads_first = ((each.transpose(0, 1) for each in part) for part in zip(*parts, strict=True))
+    outputs = [F.scaled_dot_product_attention(*sequence) for sequence in heads_first]
+    return torch.cat(outputs, 1).transpose(0, 1)
 
 
 class Attention(nn.Module):
@@ -83,6 +106,10 @@ class Attention(nn.Module):
         mask = None if layer.mask is None else layer.mask(layer)
         if layer.is_lower_right:
             mask = causal_lower_right(layer.q_len, layer.keys)
+        if layer.packed is not None:
+            query, key, value = (each[0].transpose(0, 1) for each in layer.inputs(generator, step))
+            starts, starts_k = (torch.tensor((0, *each)).cumsum(0).int() for each in layer.packed)
+            return varlen_on_cpu(query, key, value, starts, starts_k)
         return F.scaled_dot_product_attention(
             *layer.inputs(generator, step),
             attn_mask=mask,
@@ -123,7 +150,11 @@ class Recording:
     def write(self, directory: Path) -> None:
         """Record every call of the model into a new directory."""
         model, calls = Model(self.layers), self.steps * len(self.layers)
-        with torch.no_grad(), record(model, directory, max=calls, sample="first") as recording:
+        with (
+            torch.no_grad(),
+            patch.object(varlen, "varlen_attn", varlen_on_cpu),
+            record(model, directory, max=calls, sample="first") as recording,
+        ):
             for step in range(self.steps):
                 model(step)
         assert recording.kept == calls, recording.problems
@@ -132,6 +163,36 @@ class Recording:
 def alike(count: int, layer: Layer = Layer(), **others: Layer) -> tuple[Layer, ...]:
     """Return `count` equal layers; a keyword such as `_2` replaces that layer."""
     return tuple(others.get(f"_{number}", layer) for number in range(count))
+
+
+def one(number: int, layer: Layer, base: Layer = Layer(), steps: int = 2) -> Recording:
+    """Return a recording of four layers that are equal except one."""
+    return Recording(alike(4, base, **{f"_{number}": layer}), steps)
+
+
+# Memory
+
+dense = Tensor.contiguous
+
+
+def projected(tensor: Tensor) -> Tensor:
+    """Store (B, S, H, D), as a projection does."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """Store (B, H, D, S)."""
+    return tensor.mT.contiguous().mT
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """Store the first head, which all heads share."""
+    return tensor[:, :1].expand_as(tensor)
+
+
+def cached(tensor: Tensor) -> Tensor:
+    """Store the tensor as the first half of a cache."""
+    return torch.cat((tensor, tensor), 2)[:, :, : tensor.shape[2]]
 
 
 # Values
@@ -195,6 +256,20 @@ def late_sink(at: int, head: int | None, score: float) -> Values:
         key[:, heads, at, 0] = score * math.sqrt(query.shape[-1]) / 4.0
 
     return change
+
+
+def not_a_number(number: int, rows: slice) -> Values:
+    """Return a change that sets rows of query, key or value (0, 1 or 2) to NaN."""
+
+    def change(*tensors: Tensor) -> None:
+        tensors[number][:, :, rows] = math.nan
+
+    return change
+
+
+def infinite_key(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Set one channel of a key in head 2 beyond float16's range."""
+    key[:, 2, 40, 5] = 70_000.0
 
 
 # Masks
@@ -262,6 +337,11 @@ def relative_positions(layer: Layer) -> Tensor:
     return (3.0 * torch.randn(size, generator=_generator(layer))).to(layer.dtype)
 
 
+def padding_times_infinity(layer: Layer) -> Tensor:
+    """Multiply what is masked by -inf, which gives NaN for visible keys: (B, 1, 1, Sk)."""
+    return ~padding(layer) * torch.tensor(-math.inf, dtype=layer.dtype)
+
+
 # Recordings
 
 PLAIN = Layer()
@@ -271,6 +351,13 @@ FP32 = Layer(dtype=torch.float32)
 KEYS_128 = Layer(kv_len=128)
 MASKED = Layer(mask=some)
 MASKED_256 = Layer(q_len=256, mask=some)
+DENSE = Layer(is_contiguous=True)
+CACHED = Layer(q_len=1, kv_len=48, memory=(dense, dense, dense))
+WIDE = Layer(head_dim=64)
+SQUARE = Layer(is_causal=True)
+CAUSAL = Layer(heads=8, q_len=48, is_causal=True)
+IMAGES = Layer(packed=((20, 33, 11), (20, 33, 11)))
+ALL_NAN = Layer(values=not_a_number(0, slice(None)), since=1)
 
 RECORDINGS: dict[str, Recording] = {
     "large-scores": Recording(alike(5, _3=Layer(values=large_scores))),
@@ -288,8 +375,8 @@ RECORDINGS: dict[str, Recording] = {
     "bool-mask": Recording(alike(4, _1=MASKED)),
     "float-mask": Recording(alike(4, MASKED, _2=Layer(mask=some_as_bias))),
     "padding": Recording(alike(4, Layer(batch=2), _2=Layer(batch=2, mask=padding))),
-    "padding-beside-full": Recording(
-        alike(4, Layer(batch=2, mask=some_for_each_head), _3=Layer(batch=2, mask=padding))
+    "padding-beside-full": one(
+        3, Layer(batch=2, mask=padding), Layer(batch=2, mask=some_for_each_head)
     ),
     "first-row-unmasked": Recording(alike(4, MASKED, _1=Layer(mask=some_but_all_for_the_first))),
     "masked-cross-attention": Recording(alike(4, MASKED, _2=Layer(kv_len=96, mask=some))),
@@ -301,12 +388,8 @@ RECORDINGS: dict[str, Recording] = {
     "alibi-grouped": Recording(alike(4, Layer(mask=alibi), _2=Layer(kv_heads=2, mask=alibi))),
     "relative-positions": Recording(alike(4, MASKED, _1=Layer(mask=relative_positions))),
     "late-sink": Recording(alike(5, LONG, _3=replace(LONG, values=late_sink(201, 2, 18.0)))),
-    "late-sink-everywhere": Recording(
-        alike(4, LONG, _1=replace(LONG, values=late_sink(250, None, 18.0)))
-    ),
-    "late-sink-late": Recording(
-        alike(4, LONG, _2=replace(LONG, values=late_sink(140, 0, 18.0), since=1))
-    ),
+    "late-sink-everywhere": one(1, replace(LONG, values=late_sink(250, None, 18.0)), LONG),
+    "late-sink-late": one(2, replace(LONG, values=late_sink(140, 0, 18.0), since=1), LONG),
     "own-scale": Recording(alike(4, _2=Layer(scale=0.25))),
     "one-float32": Recording(alike(4, _1=FP32)),
     "one-contiguous": Recording(alike(4, _3=Layer(is_contiguous=True))),
@@ -322,25 +405,13 @@ RECORDINGS: dict[str, Recording] = {
     "odd-queries": Recording(alike(4, KEYS_128, _1=Layer(q_len=77, kv_len=128))),
     "odd-both": Recording(alike(5, Layer(q_len=128), _3=Layer(q_len=201))),
     "one-more": Recording(alike(4, Layer(q_len=128), _1=Layer(q_len=129))),
-    "causal-prefix": Recording(
-        alike(4, Layer(is_causal=True), _2=Layer(q_len=32, kv_len=96, is_causal=True))
+    "causal-prefix": one(2, replace(SQUARE, q_len=32, kv_len=96), SQUARE),
+    "causal-short-prefix": one(
+        1, replace(SQUARE, q_len=8, kv_len=72), replace(SQUARE, q_len=32, kv_len=96)
     ),
-    "causal-short-prefix": Recording(
-        alike(
-            4,
-            Layer(q_len=32, kv_len=96, is_causal=True),
-            _1=Layer(q_len=8, kv_len=72, is_causal=True),
-        )
-    ),
-    "causal-more-queries": Recording(
-        alike(4, Layer(is_causal=True), _1=Layer(q_len=96, kv_len=64, is_causal=True))
-    ),
-    "causal-decode": Recording(
-        alike(4, Layer(is_causal=True), _3=Layer(q_len=1, kv_len=64, is_causal=True))
-    ),
-    "lower-right": Recording(
-        alike(4, Layer(is_causal=True), _2=Layer(q_len=32, kv_len=96, is_lower_right=True))
-    ),
+    "causal-more-queries": one(1, replace(SQUARE, q_len=96, kv_len=64), SQUARE),
+    "causal-decode": one(3, replace(SQUARE, q_len=1, kv_len=64), SQUARE),
+    "lower-right": one(2, Layer(q_len=32, kv_len=96, is_lower_right=True), SQUARE),
     "one-bucket": Recording(alike(4, Layer(q_len=96), _2=PLAIN), steps=3),
     "one-decode": Recording(alike(4, _3=Layer(q_len=1, kv_len=96)), steps=3),
     "one-cross-attention": Recording(alike(4, _1=Layer(kv_len=80)), steps=3),
@@ -348,6 +419,40 @@ RECORDINGS: dict[str, Recording] = {
         (PLAIN, Layer(mask=some), PLAIN, Layer(mask=some, seed=1), Layer(q_len=96, mask=some))
     ),
     "second-scale": Recording((PLAIN, Layer(q_len=96), Layer(scale=0.5), PLAIN)),
+    "value-view": one(2, Layer(q_len=62, head_dim=64, memory=(dense, dense, projected)), DENSE),
+    "expanded-keys": one(1, Layer(memory=(dense, shared, shared)), DENSE),
+    "transposed-keys": one(3, Layer(memory=(dense, transposed, dense)), DENSE),
+    "query-view": one(1, Layer(memory=(projected, dense, dense)), DENSE),
+    "static-cache": one(2, replace(CACHED, memory=(dense, cached, cached)), CACHED),
+    "plain": Recording(alike(3)),
+    "head-dim-64": one(1, WIDE),
+    "few-tokens": one(2, Layer(heads=16, q_len=8)),
+    "text": one(3, Layer(kv_len=77)),
+    "stable-diffusion": Recording(tuple(Layer(heads=8, head_dim=dim) for dim in (40, 80, 160, 64))),
+    "head-dim-72": one(1, Layer(head_dim=72), WIDE),
+    "head-dim-96": one(2, Layer(head_dim=96), WIDE),
+    "head-dim-36": one(3, Layer(heads=8, head_dim=36)),
+    "motion-module": one(1, Layer(batch=8_200, heads=8, q_len=2, head_dim=8), Layer(head_dim=40)),
+    "long-cache": one(
+        2,
+        Layer(heads=2, q_len=1, kv_len=98_304, head_dim=16),
+        Layer(q_len=1, kv_len=1_000),
+    ),
+    "video": one(1, Layer(heads=2, kv_len=4_608), Layer(heads=2, kv_len=1_024)),
+    "speech": one(3, Layer(q_len=32, kv_len=1_500), Layer(q_len=32, kv_len=448)),
+    "long-prompt": one(1, replace(CAUSAL, heads=2, q_len=600), CAUSAL),
+    "packed": one(1, IMAGES, Layer(packed=((64,), (64,)))),
+    "packed-text": one(2, Layer(kv_len=96, packed=((20, 33, 11), (7, 12, 77))), IMAGES),
+    "guided-text": one(1, Layer(batch=2, kv_len=77), Layer(batch=2)),
+    "groups-of-seven": one(
+        1, Layer(heads=14, kv_heads=2, q_len=40), Layer(heads=8, kv_heads=2, q_len=40)
+    ),
+    "grouped-causal": one(3, replace(CAUSAL, kv_heads=2), CAUSAL),
+    "nan-token": one(2, Layer(values=not_a_number(0, slice(17, 18)), since=1), steps=3),
+    "infinite-key": one(1, Layer(values=infinite_key, since=2), steps=3),
+    "nan-mask": one(3, Layer(mask=padding_times_infinity)),
+    "nan-tail": one(1, replace(CAUSAL, values=not_a_number(2, slice(-11, None))), CAUSAL),
+    "black-picture": Recording(alike(4, ALL_NAN), steps=3),
 }
 
 HEALTHY = Recording(

@@ -1,7 +1,5 @@
 """A user's small recorded model, with kernels that are slow, wrong or crash in the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from capture.cli.main import main as capture
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from replay.cli.main import main
+from tests.in_this_process import exit_code
 
 MODEL = """
 import torch
@@ -106,9 +105,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "model.py").write_text(MODEL)
     (place / "kernels.py").write_text(KERNELS)
     arguments = ["--model", f"{place}/model.py:build", "--max", "3"]
-    with pytest.raises(SystemExit) as stopped:
-        capture([*arguments, "--out", str(place / "recorded")])
-    assert stopped.value.code == 0
+    assert exit_code(capture, *arguments, "--out", str(place / "recorded")) == 0
     return place
 
 
@@ -125,8 +122,6 @@ def check(workshop: Path, told: Path, kernels: str, *options: str) -> dict[str, 
     arguments += ["--kernels", names]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workshop)
-        with pytest.raises(SystemExit) as stopped:
-            main([*arguments, "--device", "cpu", *options])
-    assert stopped.value.code == 0
+        assert exit_code(main, *arguments, "--device", "cpu", *options) == 0
     lines = [json.loads(line) for line in told.read_text().splitlines()]
     return {line["kernel"].partition(":")[2] or line["kernel"]: line for line in lines}

@@ -1,7 +1,5 @@
 """`replay verify` measures changes of pictures and texts of the built-in models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 
 from capture.cli.main import main as capture
 from replay.cli.main import main
+from tests.in_this_process import exit_code
 
 from .conftest import KERNELS
 
@@ -21,15 +20,12 @@ def checked(place: Path, model: str, kernels: str, few: str, *options: str) -> l
     (place / "kernels.py").write_text(KERNELS)
     recorded, told = str(place / "recorded"), place / "told.jsonl"
     arguments = ["--model", model, "--size", "tiny", *few.split(), "--device", "cpu"]
-    with pytest.raises(SystemExit) as stopped:
-        capture([*arguments, "--out", recorded])
-    assert stopped.value.code == 0
+    assert exit_code(capture, *arguments, "--out", recorded) == 0
     names = ",".join(f"{place}/kernels.py:{name}" for name in kernels.split(","))
     files = ["--checks", str(told), "--json", str(place / "rows.jsonl")]
     quick = ["--device", "cpu", "--rounds", "3", "--model-rounds", "1"]
-    with pytest.raises(SystemExit) as stopped:
-        main(["verify", "--dir", recorded, "--kernels", names, *files, *quick, *options])
-    assert stopped.value.code == 0
+    command = ["verify", "--dir", recorded, "--kernels", names, *files, *quick]
+    assert exit_code(main, *command, *options) == 0
     own, wrong, *others = (json.loads(line) for line in told.read_text().splitlines())
     assert own["weights"].startswith("built-in, trained")
     assert wrong["status"] == "ok"

@@ -1,7 +1,5 @@
 """The command refuses bad requests in one sentence, before it measures anything."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -14,26 +12,22 @@ import pytest
 
 from capture.storage.capture_record import CaptureRecord
 from replay.api.verify_model import _variants
-from replay.cli.main import main
 from replay.end_to_end.model_process import ModelRefused, import_path
 from replay.end_to_end.rebuild import NotRebuildable, load_arguments
 from replay.kernels.registry import Kernel, find
 from replay.plan.plan import Budget, LayerChoice, Plan
 from replay.rows.row import HERE, Row, Status
 from tests import factories
+from tests.in_this_process import RunCli, refusal
 
 Refused = Callable[..., str]
 
 
 @pytest.fixture
 def refused(
-    workshop: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
 ) -> Refused:
-    """`refused(…)` returns the error for these arguments; `recorded` is the small model's
-    recording."""
+    """`refused(…)` returns the error of a command; `recorded` is the small model's recording."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workshop / "recorded", tmp_path / "recorded")
 
@@ -43,13 +37,7 @@ def refused(
     monkeypatch.setattr("replay.api.session.Session.rows", measured)
 
     def run(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        printed = capsys.readouterr()
-        assert (stopped.value.code, printed.out) == (2, "")
-        (line,) = printed.err.splitlines()
-        assert line.startswith("replay")
-        return line
+        return refusal(run_cli, *arguments)
 
     return run
 
@@ -77,9 +65,7 @@ PLAN = ("plan", "--dir", "recorded", "--out", "plan.json")
         ),
     ],
 )
-def test_misuse_is_refused_in_one_line(
-    refused: Refused, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_misuse_is_refused(refused: Refused, arguments: tuple[str, ...], sentence: str) -> None:
     Plan("flux", "", Budget("cosine", 0.9), "torch-default").save("other.json")
     h200 = Plan("model.py:build", "", Budget("cosine", 0.9), "torch-default", device="H200")
     h200.save("h200.json")
@@ -157,7 +143,7 @@ def test_code_named_by_a_recording_needs_permission(refused: Refused) -> None:
     edit(lambda data: data["captures"][0]["settings"].update(model="evil/evil.py:f"))
     sentence = refused("verify", "--dir", "recorded")
     assert "names code that builds its model, evil/evil.py:f: read it" in sentence
-    assert sentence.endswith("allow it to run with --trust-code")
+    assert sentence.endswith("allow it to run with --trust-code\n")
 
 
 @pytest.mark.parametrize(
@@ -169,9 +155,7 @@ def test_code_named_by_a_recording_needs_permission(refused: Refused) -> None:
         ({"model": "llama", "checkpoint": "./gone"}, "./gone, which does not exist in this direc"),
     ],
 )
-def test_missing_model_files_are_named(
-    refused: Refused, settings: dict[str, Any], said: str
-) -> None:
+def test_missing_files_are_named(refused: Refused, settings: dict[str, Any], said: str) -> None:
     edit(lambda data: data["captures"][0].update(settings={"given": {}, **settings}))
     sentence = refused("verify", "--dir", "recorded")
     assert f"the recording of model.py:build says that its model is built from {said}" in sentence
@@ -183,14 +167,10 @@ def test_code_in_a_checkpoint_needs_permission(refused: Refused, setting: str) -
     Path("evil/unet/mine.py").write_text("")
     settings = {"model": "llama", "given": {}, "size": "tiny", "checkpoint": None}
     edit(lambda data: data["captures"][0].update(settings={**settings, setting: "evil"}))
-    assert "names code that builds its model, evil/unet/mine.py" in refused(
-        "verify", "--dir", "recorded"
-    )
+    assert "code that builds its model, evil/unet/mine.py" in refused("verify", "--dir", "recorded")
 
 
-def test_code_named_by_a_plan_needs_permission(
-    refused: Refused, capture_record: CaptureRecord
-) -> None:
+def test_code_of_a_plan_needs_permission(refused: Refused, capture_record: CaptureRecord) -> None:
     edit(lambda data: data["captures"][0].update(settings={"model": ".", "given": {}}))
     model, budget = capture_record.model, Budget("cosine", 0.9)
     Plan(model, "", budget, "evil.py:k").save("baseline.json")
@@ -216,9 +196,7 @@ def test_code_named_by_a_plan_needs_permission(
         {"model": "llama", "given": {}, "seed": "x"},
     ],
 )
-def test_settings_of_another_type_are_reported_as_damage(
-    refused: Refused, settings: dict[str, Any]
-) -> None:
+def test_settings_of_another_type_are_damage(refused: Refused, settings: dict[str, Any]) -> None:
     edit(lambda data: data["captures"][0].update(settings=settings))
     assert "is damaged" in refused("verify", "--dir", "recorded")
 
@@ -227,9 +205,7 @@ def tried(kernel: str, status: Status, environment: str = HERE) -> Row:
     return factories.row(kernel, None, None, status, "because", environment=environment)
 
 
-def test_kernels_for_the_model_are_chosen(
-    capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_chosen(capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.end_to_end.model_process.import_path", lambda python: (python,))
     own, plain = find("torch-default"), find("torch-math")
     alone = [Kernel(name, plain.attention, own_process=True) for name in ("x", "y")]

@@ -1,7 +1,5 @@
 """Drift metrics of hand-made outputs, and of real models with wrong kernels."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`replay verify` runs a small model in processes, with kernels of known cost or that crash."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -9,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from replay.cli.main import main
 from replay.end_to_end.reasons import in_ms
 from replay.plan.plan import Budget, LayerChoice, Plan
+from tests.in_this_process import RunCli, refusal
 
 from .conftest import CALLS, SLOW_SECONDS, check
 
@@ -86,9 +84,7 @@ def test_failing_kernel_loses_only_its_own_row(told: Told) -> None:
 
 
 @pytest.mark.slow
-def test_kernel_that_crashes_or_hangs_in_the_model_loses_only_its_own_row(
-    workshop: Path, tmp_path: Path
-) -> None:
+def test_kernel_that_crashes_or_hangs_loses_its_own_row(workshop: Path, tmp_path: Path) -> None:
     few = ("--rounds", "3", "--model-rounds", "3", "--timeout", "6")
     found = check(workshop, tmp_path / "told.jsonl", "segfaults,hangs,wrong", *few)
     assert [found[name]["status"] for name in ("segfaults", "hangs", "wrong")] == [
@@ -109,20 +105,15 @@ def test_a_plan_is_run_with_the_kernels_it_names(told: Told) -> None:
     assert (calls["swapped"], calls["own"]) == (4, CALLS - 4)
 
 
-def test_explanation_has_the_measured_figures(
-    told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explanation_has_the_measured_figures(told: Told, tmp_path: Path, run_cli: RunCli) -> None:
     slow = told.found["slow"]
     (file := tmp_path / "slow.jsonl").write_text(json.dumps(slow))
     predicted = slow["prediction"]["phases"]["denoise"]
     before, after = predicted["old_seconds"], predicted["new_seconds"]
-    with pytest.raises(SystemExit) as stopped:
-        main(["explain", str(file), "--phase", "denoise"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert stopped.value.code == 0
-    assert text.startswith(
-        "kernels.py:slow in model.py:build, one denoising step: Attention takes "
-    )
+    code, out, _ = run_cli("explain", str(file), "--phase", "denoise")
+    text = " ".join(out.split())
+    assert code == 0
+    assert text.startswith("kernels.py:slow in model.py:build, one denoising step: Attention ")
     assert f" of {in_ms(before['value'])} (" in text
     assert f"That predicts {in_ms(after['value'])} (" in text
     assert f"measured: {in_ms(slow['measured']['denoise']['ms']['p50'] / 1000)} (" in text
@@ -138,13 +129,8 @@ def test_explanation_has_the_measured_figures(
         (None, "cannot read"),
     ],
 )
-def test_unusable_file_is_refused_by_explain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, sentence: str
-) -> None:
+def test_refuses_bad_file(tmp_path: Path, run_cli: RunCli, line: str | None, sentence: str) -> None:
     path = tmp_path / "told.jsonl"
     if line is not None:
         path.write_text(line)
-    with pytest.raises(SystemExit) as stopped:
-        main(["explain", str(path)])
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in refusal(run_cli, "explain", str(path))

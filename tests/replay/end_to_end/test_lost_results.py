@@ -1,11 +1,9 @@
 """Other results are kept if a model cannot run or a file cannot be written."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ QUICK = ("--trust-code", "--kernels", "torch-math", "--device", "cpu", "--rounds
 @pytest.fixture
 def run_models(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
-) -> Callable[..., tuple[int, str, str]]:
+) -> RunCli:
     """`run_models(options, refused={"second"})` runs two models, `model.py:build` and `second`."""
     shutil.copytree(workshop / "recorded", tmp_path / "recorded")
     monkeypatch.chdir(tmp_path)
@@ -55,9 +53,7 @@ def models(text: str) -> list[str]:
     return [json.loads(line)["model"] for line in text.splitlines()]
 
 
-def test_full_disk_loses_neither_another_model_nor_the_report(
-    run_models: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_loses_nothing_else(run_models: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vl_convert")
     monkeypatch.setattr("replay.cli.files.check_place", lambda path: None)  # it is full later
     code, out, err = run_models("--checks", FULL, "--report", "out.html")
@@ -68,9 +64,7 @@ def test_full_disk_loses_neither_another_model_nor_the_report(
     assert Path("out.html").is_file()
 
 
-def test_model_that_cannot_run_loses_only_its_own_results(
-    run_models: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_model_that_cannot_run_loses_only_its_own_results(run_models: RunCli) -> None:
     pytest.importorskip("vl_convert")
     given = ("--checks", "e2e.jsonl", "--report", "out.html")
     code, out, err = run_models(*given, refused={FIRST})

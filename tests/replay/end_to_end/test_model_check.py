@@ -1,7 +1,5 @@
 """Check of a model with a simulated process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -149,15 +147,12 @@ def test_runs_are_warm_interleaved_and_inspected_last() -> None:
         assert each.measured[RUN].ms.p50 == 500
         assert each.measured["denoise"].ms.p50 == 125
         speedup = each.measured["denoise"].speedup
-        assert speedup is not None
         assert (speedup.ratio, speedup.verdict) == (2, "fast")
         assert (each.hits, each.fallbacks) == (8, {"takes no mask": 4})
         assert (each.own_calls, each.missing) == (3, ["layers.9"])
         assert each.drift["relative_l1"] == pytest.approx(0.5)
         # The prediction is 1 s − 12 · 40 ms.
         predicted = each.predicted(RUN)
-        assert predicted is not None
-        assert predicted.new_seconds is not None
         assert predicted.new_seconds.value == pytest.approx(0.52)
         assert each.prediction_error(RUN) == pytest.approx(1 / 0.52 / 2 - 1)
         assert each.attention_seconds == {RUN: 2.0, "denoise": 0.5}
@@ -182,7 +177,6 @@ def test_every_two_kernels_share_a_baseline_run() -> None:
     assert own.measured[RUN].ms.n == 24
     for each in kernels:
         speedup = each.measured[RUN].speedup
-        assert speedup is not None
         assert each.measured[RUN].ms.n == 8
         # The machine slows by a tenth with every run; a kernel halves the time.
         assert 2 / 1.1**2.5 < speedup.ratio < 2 * 1.1**2.5  # paired runs are two runs apart
@@ -251,7 +245,6 @@ def test_launch_bound_gpu_is_reported() -> None:
     assert own.busy_seconds == {"denoise": 0.1}
     assert a.more_launch_seconds == pytest.approx({RUN: 0.2, "denoise": 0.05})
     predicted = a.predicted("denoise")
-    assert predicted is not None
     assert predicted.waiting_share == pytest.approx(0.6)
     assert (a.peak_bytes, a.sm_clock_mhz, a.power_w) == (5, 1500, 300.0)
 
@@ -273,7 +266,7 @@ def test_inputs_changed_in_the_replay_are_listed() -> None:
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
     rows[1] = replace(rows[1], changed_inputs=("key",))
     planned = Variant("plan", "", plan=Path("plan.json"))
-    plan = {"plan": lambda module, phase: KernelId("a" if module == "layers.0" else "b")}
+    plan = {"plan": lambda module, phase, kv_len: KernelId("a" if module == "layers.0" else "b")}
     found = checked(Pretended(), "a", "b", planned, rows=rows, kernel_at=plan)
     assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
 

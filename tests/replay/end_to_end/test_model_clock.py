@@ -1,7 +1,5 @@
 """Times by phase of modules that advance a simulated clock by a known time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -111,9 +109,7 @@ def test_attention_calls_belong_to_the_phase_they_are_made_in(let_pass: Pass) ->
     assert times.launch == {}  # on a CPU, the duration of the call itself
 
 
-def test_host_time_of_calls_is_reported_on_a_gpu(
-    let_pass: Pass, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_time_is_reported_on_a_gpu(let_pass: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({}, CPU)
     monkeypatch.setattr(clock, "_on_gpu", True)
     monkeypatch.setattr(clock, "_now", model_clock.time.perf_counter)

@@ -1,7 +1,5 @@
 """The model's process keeps the counts and the outputs of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +13,7 @@ from replay.patch.call_counts import CallCounts, Swap
 
 
 @pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False)])
-def test_text_read_without_the_kernel_is_not_kept(
-    tmp_path: Path, answered: int, is_kept: bool
-) -> None:
+def test_text_without_the_kernel_is_not_kept(tmp_path: Path, answered: int, is_kept: bool) -> None:
     swap = Swap({"for decoding": CallCounts(hits=28)})
 
     def score(ids: Tensor) -> Tensor:

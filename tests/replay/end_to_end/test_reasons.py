@@ -1,45 +1,29 @@
 """Each reason is tested in a case where it applies, and in one where it does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
-from replay.end_to_end.predicted_times import RUN, Calls, Clues, Estimate, Missing, PredictedTime
+from replay.end_to_end.predicted_times import RUN, Calls, Clues, Missing
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.reasons import reasons
 from replay.timing.statistics import summarize
 from tests.factories import speedup
+from tests.replay.end_to_end.predictions import interval, predicted
 
 
 def made(
     measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **span: Any
 ) -> ModelResult:
-    """Return a check in which 0.2 of 1 s should be saved, attention takes 0.4 s, and 0.9 s is
-    measured."""
-    new = 1 - saved
-    interval = Estimate(1 / new, 0.99 / new, 1.01 / new)
-    predicted = PredictedTime(
-        phase=RUN,
-        forwards=1,
-        old_seconds=Estimate(1.0, 1.0, 1.0),
-        new_seconds=Estimate(new, new, new),
-        speedup=interval,
-        old_tokens_per_second=None,
-        new_tokens_per_second=None,
-        attention_seconds=0.4,
-        attention_share=0.4,
-        waiting_share=0.0,
-        saved_seconds=saved,
-        swapped_seconds=0.4,
-        calls=Calls(swapped=20, fell_back=2),
-    )
-    predicted = replace(predicted, **span)
+    """Return a check: of 1 s, 0.2 s should be saved, attention takes 0.4 s; measured: 0.9 s."""
+    ratio = 1 / (1 - saved)
+    usual = {"speedup": interval(ratio, 0.01 * ratio), "saved_seconds": saved}
+    calls = Calls(swapped=20, fell_back=2)
+    of_run = predicted(RUN, ratio, **{**usual, "calls": calls, **span})
     checked = ModelResult("fast", "model", "none")
-    checked.prediction = Prediction(predicted, {})
+    checked.prediction = Prediction(of_run, {})
     ratio = 1 / measured
     checked.measured = {
         RUN: MeasuredSpan(
@@ -139,7 +123,6 @@ def test_attention_costs_something_else_in_the_model() -> None:
 
 def test_sentences_of_one_phase_do_not_speak_of_the_whole_run() -> None:
     checked = made()
-    assert checked.prediction is not None
     span = replace(checked.prediction.run, phase="denoise")
     checked.prediction = replace(checked.prediction, phases={"denoise": span})
     checked.measured["denoise"] = checked.measured[RUN]

@@ -1,7 +1,5 @@
 """Outputs are written to files, whatever the names of model and kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Times of a run computed from typical times of its forward passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from replay.end_to_end.model_clock import RunTimes

@@ -1,7 +1,5 @@
 """Every output of a block differs from every other, and a judge knows all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -91,9 +89,7 @@ def test_every_output_row_changes_from_call_to_call(name: str) -> None:
         assert _same(call, recorded)
         limits = []
         for each in (now, last):
-            assert each.tolerance.rows is not None
             limits.append(each.tolerance.rows.limits(ExactThresholds()))
-        assert now.spread is not None
         distance = torch.linalg.vector_norm(now.reference - last.reference, dim=-1)
         changed.append((distance > torch.maximum(*limits))[now.spread > 0])
         last = now
@@ -158,9 +154,7 @@ def _eight_bit(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("accuracy_class", ["exact", "quantised"])
 @pytest.mark.parametrize("kept", ["key", "value", ""])
 @pytest.mark.parametrize("q_len", [1, 100])
-def test_kept_conversion_of_an_input_is_stale(
-    q_len: int, kept: str, accuracy_class: AccuracyClass
-) -> None:
+def test_kept_conversion_is_stale(q_len: int, kept: str, accuracy_class: AccuracyClass) -> None:
     call = random_call(q_heads=4, kv_heads=2, q_len=q_len, kv_len=500, head_dim=64, dtype=HALF)
 
     def converted(name: str) -> Tensor:

@@ -1,7 +1,5 @@
 """Every kernel gets the original inputs of a call, even if another kernel changes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,9 +33,7 @@ def replay(workload: MakeWorkload, kernels: Register, quick: Settings) -> Replay
 
 
 @pytest.mark.parametrize("changed", ["query", "key", "value", "attn_mask"])
-def test_changed_inputs_are_flagged_and_restored(
-    make_call: MakeCall, replay: Replayed, changed: str
-) -> None:
+def test_changed_inputs_are_flagged(make_call: MakeCall, replay: Replayed, changed: str) -> None:
     """The inputs' strides are like those in models; the mask is expanded over heads."""
     call = make_call(kv_heads=1, attn_mask=torch.zeros(1, 1, 9, 13).expand(1, 2, 9, 13))
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
@@ -70,9 +66,7 @@ def test_changed_inputs_are_flagged_and_restored(
 
 
 @pytest.mark.usefixtures("known_calls")
-def test_inputs_that_every_second_call_restores_are_flagged(
-    make_call: MakeCall, replay: Replayed
-) -> None:
+def test_restoring_every_second_call_is_flagged(make_call: MakeCall, replay: Replayed) -> None:
     """A sample of short calls ends with the original inputs, which hides the change."""
     calls = 0
 

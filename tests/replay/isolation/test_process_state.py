@@ -1,7 +1,5 @@
 """A kernel's changes to the process are restored, and the row names them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -121,9 +119,7 @@ def test_random_numbers_are_restored(name: str) -> None:
     assert process_state.flags("draws") == ()
 
 
-def test_permanent_change_is_blamed_on_one_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_permanent_change_is_blamed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

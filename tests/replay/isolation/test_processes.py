@@ -1,7 +1,5 @@
 """Processes are stopped, resumed and ended with all their descendants."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -65,7 +63,6 @@ def start() -> Iterator[Start]:
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
@@ -114,9 +111,7 @@ def test_family_is_stopped_resumed_and_ended(start: Start) -> None:
 @pytest.mark.parametrize(
     ("end", "code"), [("sys.exit(3)", 3), ("os.abort()", -6), ("os.kill(os.getpid(), 9)", -9)]
 )
-def test_supervisor_ends_as_its_child_but_after_the_family(
-    start: Start, end: str, code: int
-) -> None:
+def test_supervisor_ends_as_its_child_after_the_family(start: Start, end: str, code: int) -> None:
     supervisor, others = supervised(start, f"sys.stdin.readline(); {end}")
     supervisor.communicate("\n")
     assert supervisor.returncode == code

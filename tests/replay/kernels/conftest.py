@@ -5,8 +5,6 @@ with the real functions' names, parameters, layouts and habits, but torch's arit
 (`stand_ins.py`). The tests show only that an adapter passes the right arguments.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Kinds of call for other libraries' kernels, and the kinds on which each kernel is checked."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import replace

@@ -4,11 +4,12 @@ Most defects depend on one or two factors, such as a causal call with unusual st
 pair finds them at a fraction of the cost of all combinations.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import pytest
 
 Case = tuple[Hashable, ...]
 """Test case: one value for each factor."""
@@ -37,3 +38,21 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
                 met |= pairs(case)
                 chosen.add(case)
     return [case for case in listed if case in chosen]
+
+
+def each_pair(
+    *fixtures: str, **factors: Iterable[Hashable]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that runs a test on cases which cover every pair of values.
+
+    Args:
+        fixtures: the factors whose values are parameters of the fixtures of the same names.
+        factors: the values of every factor.
+    """
+    cases = pairwise(itertools.product(*factors.values()))
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        marked = pytest.mark.parametrize(tuple(factors), cases, indirect=fixtures, ids=str)(test)
+        return pytest.mark.usefixtures(*fixtures)(marked) if fixtures else marked
+
+    return decorate

@@ -1,7 +1,5 @@
 """Builders of stand-ins: functions with a library's parameters, but torch's arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Functions are compiled once per kind of call, beyond the limit of `torch.compile`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -39,9 +37,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]
 
 
 @pytest.mark.parametrize(("mode", "threads"), [("default", 1), ("max-autotune", 7)])
-def test_every_shape_is_compiled_once(
-    graphs: list[dict[str, object]], mode: str, threads: int
-) -> None:
+def test_each_shape_compiles_once(graphs: list[dict[str, object]], mode: str, threads: int) -> None:
     """A single program is compiled without a pool of processes, which would import PyTorch again
     while other kernels are timed."""
     assert torch._dynamo.config.recompile_limit < MORE_THAN_THE_LIMIT
@@ -53,9 +49,7 @@ def test_every_shape_is_compiled_once(
     assert graphs == [expected] * MORE_THAN_THE_LIMIT
 
 
-def test_strides_and_dtypes_and_options_are_kinds_of_their_own(
-    graphs: list[dict[str, object]],
-) -> None:
+def test_strides_dtypes_and_options_are_kinds_of_their_own(graphs: list[dict[str, object]]) -> None:
     compiled = CompiledPerSignature(add_one)
     square = torch.zeros(4, 4)
     for tensor in (square, square.T[:, :], square.half()):

@@ -1,7 +1,5 @@
 """Constraints refuse calls with a reason, and some masks count as padding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +60,6 @@ def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
     call = make_call(dtype=torch.float16)
     call = call.with_tensors({name: call.tensors()[name].to(torch.float8_e4m3fn)})
     reason = constraints.half_precision(call)
-    assert reason is not None
     assert reason.endswith("needs one dtype")
     assert "float16" in reason
     assert "float8_e4m3fn" in reason
@@ -88,7 +85,6 @@ def rows(*patterns: str) -> Tensor:
 )
 def test_padding_masks(mask: Tensor, lengths: list[int], starts: list[int]) -> None:
     found = key_range(mask, 2, 4)
-    assert found is not None
     assert found.lengths.tolist() == lengths
     assert found.starts.tolist() == starts
     assert found.lengths.dtype == found.starts.dtype == torch.int32

@@ -1,7 +1,5 @@
 """A user's function declares only the arguments that its kernel needs."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An exception becomes a row's status and one line that fits a table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -50,9 +48,7 @@ class Silent(Exception):
         (ValueError("no such tile\nlong story"), "error", "ValueError: no such tile"),
     ],
 )
-def test_an_exception_becomes_a_status_and_one_line(
-    error: BaseException, status: str, reason: str
-) -> None:
+def test_an_exception_becomes_one_line(error: BaseException, status: str, reason: str) -> None:
     assert classify(error) == (status, reason)
 
 

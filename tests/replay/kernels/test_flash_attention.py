@@ -4,8 +4,6 @@ The stand-ins have the parameters of flash-attn 2.8, of `hopper/`'s
 `flash_attn_interface.py`, and of flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -85,7 +83,6 @@ def flash_attn_interface(install: Install, variant: str) -> None:
         return output if variant == "a tensor" else (output, torch.empty(0))
 
     def dequantise(tensor: Tensor, descale: Tensor | None, key: Tensor) -> Tensor:
-        assert descale is not None
         assert descale.shape == (key.shape[0], key.shape[2])
         assert descale.dtype == torch.float32
         of_head = descale.repeat_interleave(tensor.shape[2] // key.shape[2], 1)
@@ -248,9 +245,7 @@ NOT_IN_KEY = "for absorbed MLA: the value is not part of this call's key"
         ("flash-mla", random_call(**MLA), "for keys in pages: this call has no page table"),
     ],
 )
-def test_calls_are_refused_with_the_reason(
-    name: str, call: AttentionCall, reason: str | None
-) -> None:
+def test_calls_are_refused_with_reason(name: str, call: AttentionCall, reason: str | None) -> None:
     assert catalogue()[name].refuses(call) == reason
 
 
@@ -374,9 +369,7 @@ def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("torch-fa3", "FA3"), ("torch-fa4", "FA4")])
-def test_activation_lasts_one_call(
-    implementations: list[str], name: str, implementation: str
-) -> None:
+def test_activation_ends(implementations: list[str], name: str, implementation: str) -> None:
     """On the CPU, PyTorch's own flash kernel runs; the chosen backend matters only on a GPU."""
     assert verify(name) == REFUSED
     runs = sum(case[0] == name for case in cases())
@@ -402,9 +395,7 @@ def test_activation_is_tried(
     assert unavailable("torch-fa4", 8, 6) == (
         "needs compute capability 9.0 or 10.0 (this GPU has 8.6)"
     )
-    monkeypatch.setattr(
-        torch_activated, "_trial", lambda attention, device: "too many values to unpack"
-    )
+    monkeypatch.setattr(torch_activated, "_trial", lambda *_: "too many values to unpack")
     assert unavailable("torch-fa4") == (
         f"PyTorch {torch.__version__} with flash-attn-4 4.0.0b36: too many values to unpack"
     )

@@ -1,7 +1,5 @@
 """Suspicious kernel names are reported before PyTorch is imported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

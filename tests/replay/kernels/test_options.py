@@ -1,7 +1,5 @@
 """Kernels take options in their names, as in `name[option=value]`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -85,8 +85,7 @@ def xformers(install: Install) -> None:
             return replace(self, causal=True)
 
         def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalMask:
-            """Make the mask causal: the query aligned with key j sees the window_size keys up to
-            j."""
+            """Make it causal: the query aligned with key j sees window_size keys up to j."""
             assert window_size > 0
             return replace(self.make_causal_from_bottomright(), window_size=window_size)
 
@@ -192,9 +191,7 @@ NARROW_KEYS = "value head_dim 64 differs from query head_dim 32"
         ("flashinfer-fa2", QUERIES_BEFORE_KEYS, "causal with more queries (21) than keys (13)"),
     ],
 )
-def test_calls_are_refused_with_the_reason(
-    name: str, call: AttentionCall, reason: str | None
-) -> None:
+def test_calls_are_refused_with_reason(name: str, call: AttentionCall, reason: str | None) -> None:
     assert catalogue()[name].refuses(call) == reason
 
 
@@ -298,9 +295,7 @@ def test_transformer_engine(te: Callable[[], None], backend: str) -> None:
     assert switches == {name: str(int(name == backend)) for name in switches}
 
 
-def test_transformer_engine_has_one_backend_a_process(
-    te: Callable[[], None], unavailable: Unavailable
-) -> None:
+def test_te_has_one_backend_a_process(te: Callable[[], None], unavailable: Unavailable) -> None:
     assert unavailable("te-flash") == (
         "not installed: pip install --no-build-isolation transformer-engine[pytorch]"
     )
@@ -494,9 +489,7 @@ def test_core_plans_once(make_call: Callable[..., AttentionCall], planned: list[
     assert planned == ["plan", "run", "plan", "run"]
 
 
-def test_a_mask_does_not_outlive_its_call(
-    make_call: Callable[..., AttentionCall], planned: list[str]
-) -> None:
+def test_a_mask_is_not_kept(make_call: Callable[..., AttentionCall], planned: list[str]) -> None:
     kernel = catalogue()["flashinfer-fa2"]
     call = make_call(batch=2, head_dim=64, dtype=torch.float16)
     before = kernel.attention(**call.arguments())
@@ -551,9 +544,7 @@ def test_hub_kernels(kernels_package: dict[str, Any], repository: str) -> None:
     assert verify_variants(f"hub:{repository}") == known
 
 
-def test_only_the_cache_is_used_without_a_network(
-    kernels_package: dict[str, Any], unavailable: Unavailable
-) -> None:
+def test_cache_without_a_network(kernels_package: dict[str, Any], unavailable: Unavailable) -> None:
     import huggingface_hub.constants
 
     name = "kernels-community/flash-attn2"

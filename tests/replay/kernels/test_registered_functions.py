@@ -1,7 +1,5 @@
 """Worker processes import the functions that the user registered as kernels."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -46,9 +44,7 @@ def mine(kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types
     return importlib.import_module("module_of_user")
 
 
-def test_address_imports_the_same_function(
-    mine: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_imports_the_same(mine: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_of(mine.attend) == "module_of_user:attend"
     script = types.ModuleType("__main__")
     script.__file__ = mine.__file__
@@ -69,9 +65,7 @@ def test_address_imports_the_same_function(
         torch.nn.functional.scaled_dot_product_attention,
     ],
 )
-def test_function_without_an_address_is_refused(
-    kernels: Any, recorded: Path, function: Callable[..., Any]
-) -> None:
+def test_function_needs_address(kernels: Any, recorded: Path, function: Callable[..., Any]) -> None:
     assert address_of(function) == ""
     register_kernel("own")(function)
     for choice in ({"kernels": "own"}, {"kernels": "torch-math", "baseline": "own"}):
@@ -84,17 +78,6 @@ def test_function_without_an_address_is_refused(
 def test_function_without_a_name_is_refused(recorded: Path) -> None:
     with pytest.raises(ChoiceError, match="kernels have names: register random_call with"):
         ar.replay(recorded, kernels=["torch-math", random_call], **QUICK)
-
-
-def test_function_in_this_process_is_unconfirmed(kernels: Any) -> None:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    register_kernel("own")(lambda query, key, value, *others, **named: sdpa(query, key, value))
-    rows = ar.replay([random_call()], kernels=["own", "torch-math"], workers=False, **QUICK)
-    assert [(row.kernel, row.status, row.is_unconfirmed, bool(row.speedup)) for row in rows] == [
-        ("own", "ok", True, False),
-        ("torch-math", "ok", False, True),
-        ("torch-default", "ok", False, False),
-    ]
 
 
 def test_worker_imports_a_registered_function(mine: types.ModuleType) -> None:

@@ -1,7 +1,5 @@
 """Kernel names have a syntax, and misspelt names get suggestions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,9 +1,6 @@
 """PyTorch's own kernels and FlexAttention agree with the reference on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import catalogue
-from tests.replay.kernels.pairwise import pairwise
+from tests.replay.kernels.pairwise import each_pair
 
 MakeCall = Callable[..., AttentionCall]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +39,7 @@ def check(name: str, call: AttentionCall) -> None:
     assert verdict.passed, f"{name}: {verdict.sentence}"
 
 
-@pytest.mark.parametrize(("kind", "name", "precision"), pairwise(product(CALLS, ON_CPU, DTYPES)))
+@each_pair(kind=CALLS, name=ON_CPU, precision=DTYPES)
 def test_against_the_oracle(make_call: MakeCall, kind: str, name: str, precision: str) -> None:
     dtype = DTYPES[precision]
     call = make_call(dtype=dtype, **CALLS[kind])
@@ -72,7 +69,6 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
     flash = catalogue()["torch-flash"]
     call = make_call(v_head_dim=16)
     reason = flash.unsupported(call)
-    assert reason is not None
     assert reason.startswith("Flash attention requires q,k,v to have the same last dimension. ")
     assert "Triggered internally" not in reason
     with pytest.raises(RuntimeError, match="No available kernel"):
@@ -82,18 +78,12 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
     assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
 
 
-def test_math_refuses_what_would_not_fit(
-    make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_math_refuses_large_calls(make_call: MakeCall, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(q_len=1000, kv_len=1000)
-    monkeypatch.setattr(
-        "replay.kernels.adapters.torch_sdpa.available_bytes", lambda device: 15_000_000
-    )
+    monkeypatch.setattr("replay.kernels.adapters.torch_sdpa.available_bytes", lambda _: 15_000_000)
     assert catalogue()["torch-math"].unsupported(call) == ("its score matrices need 0 GB of memory")
     assert catalogue()["torch-flash"].unsupported(call) is None
-    monkeypatch.setattr(
-        "replay.kernels.adapters.torch_sdpa.available_bytes", lambda device: 17_000_000
-    )
+    monkeypatch.setattr("replay.kernels.adapters.torch_sdpa.available_bytes", lambda _: 17_000_000)
     assert catalogue()["torch-math"].unsupported(call) is None
 
 

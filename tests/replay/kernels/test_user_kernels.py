@@ -1,7 +1,5 @@
 """Users' kernels come from functions in a file, or from packages that offer kernels."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +11,8 @@ import attention_replay as ar
 from replay.bench.runner import IN_PROCESS
 from replay.kernels import registry
 from replay.kernels.registry import KernelNameError, catalogue, find
+from tests.in_this_process import RunCli, refusal
 
-RunCli = Callable[..., tuple[int, str, str]]
 SHAPE = ("random", "-hq", "2", "-sq", "16", "-d", "8", "--dtype", "float32")
 QUICK = ("--rounds", "3", "--device", "cpu", "--in-process")
 
@@ -199,13 +197,9 @@ def test_a_package_offers_kernels(run: Run) -> None:
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )
-def test_a_function_that_is_not_in_the_file(
-    run_cli: RunCli, folder: Path, source: str, sentence: str
-) -> None:
+def test_a_missing_function(run_cli: RunCli, folder: Path, source: str, sentence: str) -> None:
     (folder / "mine.py").write_text(source)
-    code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", "mine.py:atend")
-    assert (code, out) == (2, "")
-    assert sentence in err
+    assert sentence in refusal(run_cli, *SHAPE, *QUICK, "--kernels", "mine.py:atend")
 
 
 @pytest.mark.parametrize(

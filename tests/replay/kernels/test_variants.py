@@ -1,7 +1,5 @@
 """Kernels support or refuse calls with features beyond SDPA."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ from tests.variant_calls import CALLS
 def test_flex_takes_no_call_without_keys() -> None:
     """On a CPU, such a call crashed its worker by a division by zero."""
     reason = find("flex").refuses(random_call(kv_len=0))
-    assert reason is not None
     assert "without keys" in reason
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel
 from replay.kernels import registry
+from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan
 
 
@@ -36,11 +38,11 @@ def graphs() -> int:
     return int(_counters()["stats"]["unique_graphs"])
 
 
-def plan_of(*choices: tuple[str, str, str]) -> Plan:
-    """Return a plan of (module, phase, kernel)."""
+def plan_of(*choices: tuple[str, str, str], kv_lens: Sequence[KeyLengths] = ()) -> Plan:
+    """Return a plan of (module, phase, kernel), for these ranges of key lengths."""
     layers = [
-        LayerChoice(*choice, True, True, None, None, None, saved_ms=0.0, calls=1, captured=1)
-        for choice in choices
+        LayerChoice(*choice, True, True, None, None, None, 0.0, 1, 1, lengths)
+        for choice, lengths in zip_longest(choices, kv_lens)
     ]
     return Plan("model", "random", Budget("cosine", 0.9), "torch-math", layers)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from diffusers import UNet2DConditionModel
 from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
+import attention_replay as ar
 from capture import load, record
 from replay import use_kernel, use_plan
+from replay.timing.statistics import summarize
 from tests.capture.hooks.entry_points.test_diffusers import model, step
 
 from .conftest import plan_of
@@ -71,6 +75,64 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "eight-bit storage": store_in_eight_bits,
     "compiled blocks": compile_blocks,
 }
+
+
+def with_ip_adapter() -> Any:
+    """Return a tiny UNet whose cross attention reads 77 keys of a text and 4 of an image."""
+    torch.manual_seed(0)
+    unet: Any = UNet2DConditionModel(
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(32,),
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        mid_block_type=None,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+    )
+    names = ("1.to_k_ip.weight", "1.to_v_ip.weight")
+    image = {"proj.weight": torch.randn(4 * 32, 16), "proj.bias": torch.zeros(4 * 32)}
+    image |= {"norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}
+    adapter = {name: torch.randn(32, 32) for name in names}
+    unet._load_ip_adapter_weights([{"image_proj": image, "ip_adapter": adapter}])
+    return unet.eval()
+
+
+def test_ip_adapter_has_a_kernel_for_each_key_length(tmp_path: Path) -> None:
+    unet = with_ip_adapter()
+    text, image = torch.randn(1, 77, 32), {"image_embeds": [torch.randn(1, 1, 16)]}
+
+    @torch.no_grad()
+    def denoise(text: Tensor) -> Tensor:
+        output: Tensor = unet(
+            torch.ones(1, 4, 8, 8), torch.tensor(5), text, added_cond_kwargs=image
+        ).sample
+        return output
+
+    with record(unet, tmp_path / "calls"):
+        expected = denoise(text)
+    kernels = ["torch-default", "torch-math", "torch-flash"]
+    quick: Any = {"device": "cpu", "rounds": 3, "workers": False, "progress": False}
+    measured = ar.replay(tmp_path / "calls", kernels=kernels, for_model=True, **quick)
+    # Set the times, which depend on the machine.
+    ms = {("torch-math", 4): 1.0, ("torch-flash", 77): 1.0}
+    rows = [
+        replace(each, time_ms=summarize([ms.get((each.kernel, each.call.shape.kv_len), 9.0)] * 10))
+        for each in measured
+    ]
+    ar.plan(tmp_path / "calls", rows).save(tmp_path / "plan.json")
+    with use_plan(tmp_path / "plan.json", unet) as swap:
+        torch.testing.assert_close(denoise(text), expected)
+    assert {name: tally.hits for name, tally in swap.kernels.items()} == {
+        "torch-default": 1,
+        "torch-math": 1,
+        "torch-flash": 1,
+    }
+    said = r"1 call had key lengths that the plan was not made for \(231 keys\)"
+    with pytest.warns(UserWarning, match=said), use_plan(tmp_path / "plan.json", unet):
+        denoise(text.repeat(1, 3, 1))
 
 
 @pytest.mark.parametrize(

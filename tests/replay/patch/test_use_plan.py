@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.hooks.interceptor import TORCH_SDPA
+from capture.hooks.census import CallSignature
+from capture.hooks.interceptor import TORCH_SDPA, Arguments
 from replay import use_kernel, use_plan
 from replay.kernels.registry import KernelNameError
 from replay.patch.call_counts import Swap
-from replay.patch.planned_modules import PlanMismatch
+from replay.patch.planned_modules import PlanMismatch, key_length
+from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import PlanError
 from tests.factories import tiny_llama
 
@@ -292,6 +294,44 @@ def test_inner_module_does_not_inherit_the_kernel() -> None:
     with use_plan(plan_of(("0", "encode", "twice")), model) as swap:
         model(STATES)
     assert (swap.hits, swap.not_planned) == (1, 1)
+
+
+class TwoEncoders(nn.Module):
+    """Attention to the keys of two encoders, as with an IP-Adapter."""
+
+    def forward(self, query: Tensor, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        attention = F.scaled_dot_product_attention
+        return attention(query, text, text), attention(query, image, image)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lengths_of_a_module_have_their_own_kernels(compiled: bool) -> None:
+    model = nn.Sequential(TwoEncoders())
+    query, text, image = (torch.randn(1, 2, length, 8) for length in (6, 77, 4))
+    run = torch.compile(model[0], backend="eager", fullgraph=True) if compiled else model[0]
+    before = model[0](query, text, image)
+    ranges = [KeyLengths(4, 4), KeyLengths(77, 80)]
+    plan = plan_of(("0", "encode", "thrice"), ("0", "encode", "twice"), kv_lens=ranges)
+    with use_plan(plan, model) as swap:
+        of_text, of_image = run(query, text, image)
+    torch.testing.assert_close((of_text, of_image), (2 * before[0], 3 * before[1]))
+    assert swap.with_other_lengths == 0
+    said = r"1 call had key lengths that the plan was not made for \(17 keys\): record such a run"
+    with pytest.warns(UserWarning, match=said), use_plan(plan, model) as swap:
+        _, of_image = run(query, text, image[:, :, :1].repeat(1, 1, 17, 1))
+    torch.testing.assert_close(of_image, 3 * image[:, :, :1].expand(1, 2, 6, 8))
+    assert swap.on_other_lengths in str(swap)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_paged_key_length_matches_the_recording(packed: bool) -> None:
+    query, pool = torch.randn(2, 2, 1, 8), torch.randn(9, 2, 16, 8)
+    lengths = torch.tensor([0, 1, 2]) if packed else None
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    arguments = Arguments.of(query, pool, pool, None, page_table=table, cu_seqlens_q=lengths)
+    assert key_length(arguments) == CallSignature.of(arguments).key[-2] == (96 if packed else 48)
 
 
 @torch.no_grad()

@@ -54,8 +54,31 @@ def test_the_fastest_inside_the_budget_at_each_layer() -> None:
     assert (first.calls, first.captured) == (10, 1)
     assert first.worst is not None
     assert first.worst.cosine == 0.999
-    assert plan.kernel_at("layers.1", "denoise") == "middling"
-    assert plan.kernel_at("layers.1", "encode") == "old"
+    assert plan.kernel_at("layers.1", "denoise", 64) == "middling"
+    assert plan.kernel_at("layers.1", "encode", 64) == "old"
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "expected"),
+    [
+        (0.999, 0.999, [("new", (4, 80))]),
+        (0.9, 0.999, [("old", (4, 4)), ("new", (60, 80))]),
+        (0.999, 0.9, [("new", (4, 4)), ("old", (60, 80))]),
+    ],
+)
+def test_lengths_of_a_layer_have_their_own_kernels(
+    short: float, long: float, expected: list[tuple[str, tuple[int, int]]]
+) -> None:
+    rows = []
+    for name, kv_len, cosine in (("a", 4, short), ("b", 77, long)):
+        call = facts(name, kv_len=kv_len)
+        rows += [row("old", call, 10.0), row("new", call, 5.0, accuracy=judged(cosine=cosine))]
+    counted = census(*(("layers.0", "denoise", kv_len, 3) for kv_len in (77, 4, 60, 80)))
+    plan = choose(rows, counted, COSINE, "old")
+    assert [(each.kernel, each.kv_lens) for each in plan.choices] == expected
+    assert sum(each.calls for each in plan.choices) == 12
+    for kernel, ends in expected:
+        assert {plan.kernel_at("layers.0", "denoise", kv_len) for kv_len in ends} == {kernel}
 
 
 @pytest.mark.parametrize(

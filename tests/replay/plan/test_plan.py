@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, Worst, parse_budget
 
 EXACT = Worst(cosine=1.0, relative_l1=0.0, rmse=0.0)
@@ -23,7 +24,10 @@ def plan() -> Plan:
         Budget("cosine", 0.99),
         "old",
         [
-            LayerChoice("layers.0", "denoise", "new", True, True, EXACT, 5.0, 10.0, 15.0, 3, 1),
+            LayerChoice(
+                *("layers.0", "denoise", "new", True, True, EXACT, 5.0, 10.0, 15.0, 3, 1),
+                kv_lens=KeyLengths(4, 77),
+            ),
             LayerChoice("layers.1", "denoise", "old", True, False, far, 10.0, 10.0, 0.0, 3, 1),
             LayerChoice("layers.2", "denoise", "old", False, False, None, None, None, 0.0, 3, 0),
         ],
@@ -73,7 +77,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert data["format"] == "attention-replay-plan/1"
+    assert data["format"] == "attention-replay-plan/2"
     assert data["budget"] == {"cosine": 0.99}
     assert data["choices"][0]["kernel"] == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
@@ -86,6 +90,13 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     assert read.saved_ms == plan.saved_ms == 15
     assert read.left_out == plan.left_out
     assert read.device == plan.device == "NVIDIA H200"
+    data["format"] = "attention-replay-plan/1"
+    for choice in data["choices"]:
+        del choice["kv_lens"]
+    path.write_text(json.dumps(data))
+    earlier = Plan.load(path)
+    assert earlier.kv_lens == []
+    assert earlier.kernel_at("layers.0", "denoise", 1000) == "new"
 
 
 def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
@@ -101,6 +112,10 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
         "damaged (unknown metric 'speed'": {**good, "budget": {"speed": 1}},
         "a name is not a string": {**good, "baseline": None},
         "(a name is not a string)": {**good, "device": 200},
+        "ranges of key lengths overlap: 4 to 77 keys and": {
+            **good,
+            "choices": [good["choices"][0], {**good["choices"][0], "kv_lens": [77, 80]}],
+        },
         "damaged (": {**good, "choices": [{"module": "layers.0"}]},
     }
     for message, content in wrong.items():

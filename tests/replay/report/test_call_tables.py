@@ -1,8 +1,5 @@
 """Tables of 80 columns are complete and claim only measured results."""
 
-from __future__ import annotations
-
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from replay.accuracy.errors import compare
 from replay.report.call_tables import print_report
@@ -24,6 +20,7 @@ from replay.timing.statistics import paired_speedup, summarize
 from tests import factories
 from tests.factories import accuracy, speedup, speedup_over
 from tests.factories import call_facts as call
+from tests.printed import printed
 
 WIDTH = 80
 
@@ -63,10 +60,7 @@ def row(
 def report(
     rows: Sequence[Row], metrics: Sequence[str] = ("all",), *, per_call: bool = False
 ) -> str:
-    file = io.StringIO()
-    console = Console(file=file, width=WIDTH, highlight=False)
-    print_report(rows, console, metrics=metrics, per_call=per_call)
-    return file.getvalue()
+    return printed(print_report, rows, width=WIDTH, metrics=metrics, per_call=per_call)
 
 
 def unwrapped(text: str) -> str:
@@ -139,7 +133,6 @@ def test_the_worst_call_is_named() -> None:
     text = " ".join(report(rows).split())
     assert "max abs error 9 exceeds 1; worst at step 3 layers.7, batch 1 head 2" in text
     where = Where(0.9, 0.002, (1, 2), (64, 127), ((0.002, 0.9),))
-    assert rows[3].accuracy is not None
     rows[3] = replace(rows[3], accuracy=replace(rows[3].accuracy, where=where))
     text = " ".join(report(rows).split())
     assert "batch 1 head 2, queries 64-127: relative L1 0.9, typically 0.002" in text
@@ -320,9 +313,7 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
         (0.9996, 1.2, "1.01× ? (1.00-1.20)"),
     ],
 )
-def test_interval_does_not_read_as_a_tie_unless_it_is_one(
-    low: float, high: float, text: str
-) -> None:
+def test_interval_reads_as_a_tie_only_if_it_is_one(low: float, high: float, text: str) -> None:
     assert speedup_text(speedup(1.01, low, high)) == text
 
 
@@ -336,9 +327,7 @@ def test_decode_calls_of_very_different_caches_are_apart() -> None:
 
 
 def test_decode_calls_with_a_growing_cache_are_one_group() -> None:
-    rows = [
-        row("base", call(f"d{length}", phase="decode", kv_len=length)) for length in (65, 66, 80)
-    ]
+    rows = [row("base", call(f"d{n}", phase="decode", kv_len=n)) for n in (65, 66, 80)]
     groups = group_rows(rows)
     assert len(groups) == 1
     assert "65…80" in groups[0].title

@@ -1,14 +1,10 @@
 """Runs on two types of GPU become one matrix, unless they cannot be merged."""
 
-from __future__ import annotations
-
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from replay.comparison.device_types import across_devices
 from replay.comparison.row_matching import ComparisonError, Run
@@ -16,8 +12,9 @@ from replay.report.device_tables import devices_markdown, left_out, matrices, pr
 from replay.rows.row import CallFacts, Machine, Row
 from replay.rows.row_files import write_jsonl
 from tests.factories import call_facts, row, speedup_over
+from tests.in_this_process import RunCli
+from tests.printed import printed
 
-RunCli = Callable[..., tuple[int, str, str]]
 CALLS = (call_facts("a", "layers.0"), call_facts("b", "layers.1"))
 
 
@@ -50,9 +47,7 @@ def test_the_fastest_of_each_device() -> None:
 
 
 def test_kernels_that_are_wrong_or_absent_on_one_device() -> None:
-    wrong = [
-        replace(each, status="inaccurate") if each.kernel == "newer" else each for each in H200
-    ]
+    wrong = [replace(one, status="inaccurate") if one.kernel == "newer" else one for one in H200]
     cells = merged_cells(H100, [each for each in wrong if each.kernel != "new"])
     assert cells["newer"] == ["1.25× (1.25-1.25)", "inaccurate"]
     assert cells["new"] == ["2.00× (2.00-2.00) fastest", "not replayed"]
@@ -81,17 +76,13 @@ def test_only_common_calls_are_compared() -> None:
         ),
     ],
 )
-def test_runs_that_cannot_be_merged_are_refused(
-    runs: Sequence[Sequence[Row]], sentence: str
-) -> None:
+def test_runs_that_do_not_merge_are_refused(runs: Sequence[Sequence[Row]], sentence: str) -> None:
     with pytest.raises(ComparisonError, match=sentence):
         across_devices([Run(f"run {at}", rows) for at, rows in enumerate(runs)])
 
 
 def test_each_device_has_tables_of_its_own() -> None:
-    console = Console(width=80, file=io.StringIO())
-    print_devices(across_devices([Run("one", H100), Run("two", H200)]), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(print_devices, across_devices([Run("one", H100), Run("two", H200)]))
     first, _, rest = text.partition("\nH200\n")
     second, _, matrix = rest.partition("kernels × devices")
     assert first.startswith("H100\n")
@@ -104,10 +95,9 @@ def test_each_device_has_tables_of_its_own() -> None:
 def test_device_name_is_not_markup() -> None:
     strange = rows_of("[/x]", times={"old": 1.0, "[red]": 2.0})
     plain = rows_of("H100", times={"old": 1.0, "[red]": 2.0})
-    output = io.StringIO()
-    print_devices(across_devices([Run("a", plain), Run("b", strange)]), Console(file=output))
-    assert output.getvalue().count("[/x]") == 2
-    assert "[red]" in output.getvalue()
+    text = printed(print_devices, across_devices([Run("a", plain), Run("b", strange)]))
+    assert text.count("[/x]") == 2
+    assert "[red]" in text
 
 
 def test_markdown_keeps_names_as_text() -> None:

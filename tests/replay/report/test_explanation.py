@@ -1,37 +1,25 @@
 """Explanations of models that gain less than their kernels, with hand-made breakdowns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
-from replay.end_to_end.predicted_times import RUN, Calls, Clues, Estimate, PredictedTime
+from replay.end_to_end.predicted_times import RUN, Calls, Clues, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.time_breakdown import TimeBreakdown, break_down, main_phase
 from replay.report.explanation import explanation, most_disappointing
 from replay.timing.statistics import summarize
+from tests.replay.end_to_end.predictions import interval, predicted
 
-
-def interval(value: float) -> Estimate:
-    return Estimate(value, value, value)
-
-
-STEP = PredictedTime(
-    phase="denoise",
+STEP = predicted(
+    "denoise",
+    1 / 0.85,
     forwards=4,
-    old_seconds=interval(1.0),
-    new_seconds=interval(0.85),
-    speedup=interval(1 / 0.85),
-    old_tokens_per_second=None,
-    new_tokens_per_second=None,
     attention_seconds=0.5,
     attention_share=0.5,
-    waiting_share=0.0,
     saved_seconds=0.15,
-    swapped_seconds=0.4,
     calls=Calls(swapped=160, fell_back=40),
     fallbacks={"takes no mask": 8, "head_dim 72": 32},
     fallback_seconds={"takes no mask": 0.02, "head_dim 72": 0.08},
@@ -115,15 +103,13 @@ def test_explanation_covers_a_better_result() -> None:
         "Attention saves 50 ms more in the model than in the replay. It took 20 ms (2 % of the "
         "time) less than all this, which is unexplained."
     )
-    assert explanation(
-        replace(found, attention_seconds={}, measured=checked(ms=850).measured)
-    ).endswith("measured: 850 ms (1.18×). Nothing is left unexplained.")
+    found = replace(found, attention_seconds={}, measured=checked(ms=850).measured)
+    assert explanation(found).endswith("measured: 850 ms (1.18×). Nothing is left unexplained.")
 
 
 def test_causes_of_unknown_size_are_listed() -> None:
     found = checked(sm_clock_mhz=1500.0)
     assert "Possible causes" not in explanation(found)
-    assert found.prediction is not None
     clues = replace(STEP.clues, sm_clock_mhz=1980.0)
     found = replace(found, prediction=Prediction(STEP, {"denoise": replace(STEP, clues=clues)}))
     assert explanation(found).endswith(
@@ -158,7 +144,6 @@ def test_missing_breakdown_has_a_reason(change: dict[str, Any], sentence: str) -
 
 def test_the_phase_that_takes_most_of_a_run() -> None:
     found = checked()
-    assert found.prediction is not None
     prefill = replace(STEP, phase="prefill", forwards=1, old_seconds=interval(3.0))
     found.prediction.phases["prefill"] = prefill
     found.measured["prefill"] = found.measured["denoise"]

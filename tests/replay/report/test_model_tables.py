@@ -1,22 +1,21 @@
 """Tables of an end-to-end check, with hand-made results."""
 
-from __future__ import annotations
-
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
-from replay.end_to_end.predicted_times import RUN, Calls, Estimate, Missing, PredictedTime
+from replay.end_to_end.predicted_times import RUN, Missing, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.report.model_tables import print_checks
 from replay.timing.statistics import summarize
 from tests.factories import speedup
+from tests.printed import printed
+from tests.replay.end_to_end.predictions import predicted
 
 LONG = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]@another_environment"
 DRIFT = {"kl": 1.25e-3, "top1_agreement": 0.985, "baseline_perplexity": 12.25, "perplexity": 12.5}
+CRASHED = ModelResult("bad", "llama", "trained", "crash", "ended by SIGSEGV")
 OUTPUT = {"first_diverging_token": 17, "relative_l1": 0.0125, "cosine": 0.99991, "nan_count": 0}
 
 
@@ -26,22 +25,9 @@ def measured(ms: float, ratio: float | None, tokens: int | None) -> MeasuredSpan
 
 
 def span(phase: str, ratio: float) -> PredictedTime:
-    return PredictedTime(
-        phase=phase,
-        forwards=1,
-        old_seconds=Estimate(1, 1, 1),
-        new_seconds=Estimate(1 / ratio, 1 / ratio, 1 / ratio),
-        speedup=Estimate(ratio, ratio - 0.02, ratio + 0.02),
-        old_tokens_per_second=None,
-        new_tokens_per_second=None,
-        attention_seconds=0.4,
-        attention_share=0.4,
-        waiting_share=0.6 if phase == "decode" else 0.0,
-        saved_seconds=0.1,
-        swapped_seconds=0.4,
-        calls=Calls(32),
-        not_recorded=[Missing("a", "encode", 2)] if phase == RUN else [],
-    )
+    waiting = 0.6 if phase == "decode" else 0.0
+    missing = [Missing("a", "encode", 2)] if phase == RUN else []
+    return predicted(phase, ratio, waiting_share=waiting, not_recorded=missing)
 
 
 def checked(kernel: str, factor: float) -> ModelResult:
@@ -58,17 +44,13 @@ def checked(kernel: str, factor: float) -> ModelResult:
     return found
 
 
-def printed(width: int, *checks: ModelResult) -> list[str]:
-    file = io.StringIO()
-    print_checks(checks, Console(file=file, width=width))
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+def shown(width: int, *checks: ModelResult) -> list[str]:
+    return [line.rstrip() for line in printed(print_checks, checks, width=width).splitlines()]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_cut_no_text(width: int) -> None:
-    lines = printed(
-        width, checked("the model's own", 1), checked("fast", 1.25), checked(LONG, 1.25)
-    )
+    lines = shown(width, checked("the model's own", 1), checked("fast", 1.25), checked(LONG, 1.25))
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert "…" not in text
@@ -81,7 +63,7 @@ def test_tables_cut_no_text(width: int) -> None:
 
 
 def test_rows_and_titles() -> None:
-    lines = printed(80, checked("the model's own", 1), checked("fast", 1.25))
+    lines = shown(80, checked("the model's own", 1), checked("fast", 1.25))
     assert "llama end to end · 5 rounds" in lines
     assert "prefill, the time to the first token · attention 40 %" in lines
     assert "decode, one token · attention 40 % · GPU waits for the host 60 %" in lines
@@ -95,23 +77,18 @@ def test_rounds_are_those_of_the_kernels() -> None:
     own, fast = checked("the model's own", 1), checked("fast", 1.25)
     for name, each in own.measured.items():  # one baseline run for every two kernels
         own.measured[name] = replace(each, ms=summarize([1.0] * 15))
-    crashed = replace(ModelResult("bad", "llama", "trained"), status="crash", reason="x")
-    assert "llama end to end · 5 rounds" in printed(80, own, crashed, fast)
-    assert "llama end to end · 15 rounds" in printed(80, own, crashed)
+    assert "llama end to end · 5 rounds" in shown(80, own, CRASHED, fast)
+    assert "llama end to end · 15 rounds" in shown(80, own, CRASHED)
 
 
 def test_incomplete_rows_have_a_reason() -> None:
     own = checked("the model's own", 1)
-    crashed = replace(
-        ModelResult("bad", "llama", "trained"), status="crash", reason="ended by SIGSEGV"
-    )
     unlike = checked("odd", 1.25)
-    assert unlike.prediction is not None
     run = replace(unlike.prediction.run, speedup=None, new_seconds=None, reason="wrong on a: x")
     unlike.prediction = replace(unlike.prediction, run=run, phases={})
     without = checked("new", 1.25)
     without.prediction, without.unpredicted = None, "torch-default was timed on none"
-    lines = printed(80, own, crashed, unlike, without, replace(without, kernel="newer"))
+    lines = shown(80, own, CRASHED, unlike, without, replace(without, kernel="newer"))
     assert "bad: ended by SIGSEGV" in lines
     assert any(line.split()[:2] == ["bad", "crash"] for line in lines)
     assert "not predicted: odd: wrong on a: x" in lines
@@ -121,7 +98,7 @@ def test_incomplete_rows_have_a_reason() -> None:
 
 
 def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
-    lines = printed(80, checked("the model's own", 1))
+    lines = shown(80, checked("the model's own", 1))
     assert "no kernel to run in the model: choose some with --kernels" in lines
     assert any(line.startswith("the model's own") and "412.5" in line for line in lines)
 
@@ -129,31 +106,31 @@ def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
 def test_a_check_says_nothing_to_the_terminal() -> None:
     own = replace(checked("the model's own", 1.0), model="m\x1b[2J", weights="\x07")
     failed = replace(checked("k", 1.0), status="error", reason="r\x1b[2J")
-    assert all(line.isprintable() for line in printed(80, own, failed))
+    assert all(line.isprintable() for line in shown(80, own, failed))
 
 
 def test_calls_left_by_a_plan_and_missing_modules_are_reported() -> None:
     planned = checked("plan.json", 1.25)
     planned.own_calls, planned.missing = 31, ["layers.7"]
-    text = "\n".join(printed(100, checked("the model's own", 1), planned))
+    text = "\n".join(shown(100, checked("the model's own", 1), planned))
     assert "plan.json: 31 calls left to the model's own attention" in text
     assert "plan.json: not in the model: layers.7" in text
     assert "left to the model's own attention" not in "\n".join(
-        printed(100, checked("the model's own", 1), checked("fast", 1.25))
+        shown(100, checked("the model's own", 1), checked("fast", 1.25))
     )
 
 
 def test_a_kernel_that_changes_what_a_model_may_keep() -> None:
     fast = checked("fast", 1.25)
     fast.changed_inputs = ["key"]
-    text = " ".join(printed(80, checked("the model's own", 1), fast))
+    text = " ".join(shown(80, checked("the model's own", 1), fast))
     assert "fast: changes its key in place: a model that reads the key again" in text
 
 
 def test_delays_left_out_are_reported() -> None:
     own, fast, slow = checked("the model's own", 1), checked("fast", 1.25), checked("slow", 1.1)
     own.delayed, fast.delayed, slow.delayed = 0.03, 0.07, 0.12
-    text = " ".join(printed(80, own, fast, slow))
+    text = " ".join(shown(80, own, fast, slow))
     assert (
         "slow: 12 % of the time (3 % without the kernel) went to delays of single forwards" in text
     )

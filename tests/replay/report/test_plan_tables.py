@@ -1,17 +1,14 @@
 """Tables of a plan in 80 columns."""
 
-from __future__ import annotations
-
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.console import Console
-
 from replay.plan.choose import Uniform
+from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan, Worst
 from replay.report.plan_tables import fold, print_plan
+from tests.printed import printed
 
 BUDGET = Budget("cosine", 0.998)
 
@@ -33,21 +30,18 @@ def choice(
 
 
 def report(choices: Sequence[LayerChoice], uniforms: Sequence[Uniform] = ()) -> str:
-    file = io.StringIO()
     plan = Plan("cogvideo", "random, seed 0", BUDGET, "torch-default", list(choices))
-    print_plan(plan, uniforms, Console(file=file, width=80, highlight=False))
-    return file.getvalue()
+    return printed(print_plan, plan, uniforms)
 
 
 def test_a_plan_says_nothing_to_the_terminal() -> None:
     """Names come from a recording, which may be hostile."""
-    file = io.StringIO()
     escape = "\x1b[2J\x07"
     chosen = replace(choice(f"blocks{escape}.0"), phase=escape)
     plan = Plan(escape, escape, BUDGET, "torch-default", [chosen], {f"k{escape}": escape})
-    print_plan(plan, [], Console(file=file, width=80, highlight=False))
-    assert "blocks" in file.getvalue()
-    assert all(line.isprintable() for line in file.getvalue().splitlines())
+    text = printed(print_plan, plan, [])
+    assert "blocks" in text
+    assert all(line.isprintable() for line in text.splitlines())
 
 
 def names(modules: Sequence[str]) -> list[str]:
@@ -58,22 +52,16 @@ def test_layers_that_differ_in_a_number_are_one_line() -> None:
     assert names([f"blocks.{layer}.attn1" for layer in range(30)]) == ["blocks.0-29.attn1"]
     assert names(["blocks.3.a", "blocks.0.a", "blocks.1.a"]) == ["blocks.0-1,3.a"]
     assert names(["blocks.10.a", "blocks.9.a"]) == ["blocks.9-10.a"]
-    assert names(["blocks.0.a", "blocks.1.b", "blocks", ""]) == [
-        "blocks.0.a",
-        "blocks.1.b",
-        "blocks",
-        "",
-    ]
+    unlike = ["blocks.0.a", "blocks.1.b", "blocks", ""]
+    assert names(unlike) == unlike
     grid = [f"down.{part}.blocks.{layer}.a" for part in range(2) for layer in range(3)]
     assert names(grid) == ["down.0-1.blocks.0-2.a"]
 
 
 def test_a_name_stands_for_its_members_alone() -> None:
     """Two of the four corners of a grid do not form a rectangle."""
-    assert names(["down.0.blocks.1.a", "down.1.blocks.0.a"]) == [
-        "down.0.blocks.1.a",
-        "down.1.blocks.0.a",
-    ]
+    corners = ["down.0.blocks.1.a", "down.1.blocks.0.a"]
+    assert names(corners) == corners
     ragged = ["down.0.blocks.0.a", "down.0.blocks.1.a", "down.1.blocks.0.a"]
     assert names(ragged) == ["down.0.blocks.0-1.a", "down.1.blocks.0.a"]
 
@@ -83,6 +71,21 @@ def test_unlike_choices_stay_apart() -> None:
     choices[2] = choice("blocks.2.a", "torch-default")
     choices[3] = choice("blocks.3.a", "torch-default", covered=False, inside=False)
     assert [name for name, _ in fold(choices)] == ["blocks.0-1,4-5.a", "blocks.2.a", "blocks.3.a"]
+
+
+def test_ranges_of_lengths_are_lines_of_their_own() -> None:
+    """A layer with one kernel does not show its lengths."""
+    choices = [
+        replace(choice(f"blocks.{layer}.a", kernel), kv_lens=lengths)
+        for layer in range(2)
+        for kernel, lengths in (("sage1", KeyLengths(4, 4)), ("fa2", KeyLengths(60, 4096)))
+    ]
+    choices.append(replace(choice("blocks.2.a", "fa2"), kv_lens=KeyLengths(4, 4)))
+    text = re.sub(r"\s+", " ", report(choices))
+    assert "blocks.0-1.a denoise, 4 keys sage1" in text
+    assert "blocks.0-1.a denoise, 60 to 4,096 keys fa2" in text
+    assert "blocks.2.a denoise fa2" in text
+    assert "3 layers: fa2 at 3, sage1 at 2" in text
 
 
 def test_the_plan_in_numbers() -> None:

@@ -1,7 +1,5 @@
 """Estimates of the time left, with a clock that the test sets."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -10,13 +8,7 @@ from rich.text import Text
 
 from replay.distribution.pace import Pace
 from replay.report.progress import TimeColumn
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.replay.cli.test_time_limit import Clock
 
 
 def pace_of(total: int, clock: Clock, at_a_time: int = 1) -> Pace:

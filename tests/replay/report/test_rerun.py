@@ -1,7 +1,5 @@
 """A replay reports the changes since the previous replay of the same calls."""
 
-from __future__ import annotations
-
 from replay.report.rerun import changes
 from tests.factories import call_facts, row
 

@@ -1,14 +1,11 @@
 """Recorded calls compared with their synthetic counterparts, with hand-made figures."""
 
-from __future__ import annotations
-
-from rich.console import Console
-
 from replay.report.versus_random import counterparts, print_versus_random
 from replay.rows.row import Energy, GpuState, Row
 from replay.workloads.synthetic_counterparts import KINDS
 from tests import factories
 from tests.factories import accuracy, call_facts, errors
+from tests.printed import printed
 
 
 def measured(name: str, weights: str, ms: float, error: float, watts: float | None) -> Row:
@@ -55,10 +52,8 @@ def test_medians_over_the_calls_that_have_all_their_twins() -> None:
 def test_power_is_that_of_the_kernel_alone() -> None:
     ((_, (fast,)),) = counterparts(rows(watts=False))
     assert fast.figures["recorded"]["power"] is None
-    console = Console(width=100)
-    with console.capture() as printed:
-        print_versus_random(rows(), console)
-    (line,) = [line for line in printed.get().splitlines() if line.startswith("fast")]
+    lines = printed(print_versus_random, rows(), width=100).splitlines()
+    (line,) = [line for line in lines if line.startswith("fast")]
     assert line.split() == [
         *("fast", "2.00×", "1.50×", "1.00×"),
         *("3.0e-02", "0.33×", "2.00×"),

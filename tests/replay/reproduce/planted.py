@@ -1,7 +1,5 @@
 """Kernels that are wrong in one place, in a user's file that imports a neighbouring module."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of a call give the same output as the whole call, for every kind of call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -60,11 +58,9 @@ def test_causal_calls_have_the_expressible_parts() -> None:
     assert taken(PLAIN["plain"], "queries") == every
     assert taken(PLAIN["causal"], "queries") == every
     last = BY_NAME["queries"].take(PLAIN["causal"], 6, 9)
-    assert last is not None
     assert last.variant == AttentionVariant(bottom_right=True)
     assert last.features == ("bottom-right",)
     one = BY_NAME["queries"].take(PLAIN["causal"], 6, 7)
-    assert one is not None
     assert (one.is_causal, one.features, one.shape.kv_len) == (False, (), 7)
     lengths = {(first, end) for first, end in every if end <= 3}
     ragged = random_call(batch=2, q_len=3, is_causal=True, seqused_k=torch.tensor([4, 13]).int())
@@ -82,9 +78,7 @@ def test_a_part_of_the_keys_has_no_output_and_fewer_keys_count() -> None:
     call = CALLS["key-lengths"]
     call = call.with_tensors({"output": attention(call)})
     part = keys.take(call, 2, 8)
-    assert part is not None
     assert part.output is None
-    assert part.seqused_k is not None
     assert part.seqused_k.tolist() == [4, 6]
     assert torch.equal(part.key, call.key[:, :, 2:8])
     assert keys.length(CALLS["packed"]) == keys.length(CALLS["paged"]) == 1

@@ -1,7 +1,5 @@
 """The smallest failing parts of calls are found for kernels that are wrong in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Scripts run on their own, for calls with any feature."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -97,9 +95,7 @@ RIGHT = 'output = stored["output"].to(DTYPE)'
         ("output[0, 0, 4] = 0", "quantised", "worst row: batch 0, head 0, query 4"),
     ],
 )
-def test_script_reports_each_error(
-    wrong: str, kind: AccuracyClass, said: str, tmp_path: Path
-) -> None:
+def test_script_names_errors(wrong: str, kind: AccuracyClass, said: str, tmp_path: Path) -> None:
     write(random_call(), tmp_path, [RIGHT, wrong], kind)
     code, printed = run(tmp_path)
     assert code == int(bool(wrong))

@@ -1,7 +1,5 @@
 """Data frames of rows have a column for each field and a line for each row."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """One list of fields defines a row in JSON, in CSV and in words."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,12 +1,10 @@
 """Files of rows are replaced whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from replay.rows.row_files import (
     save_jsonl,
 )
 from tests.factories import full_row
-
-RunCli = Callable[..., tuple[int, str, str]]
 
 
 def test_unwritable_file_is_reported(tmp_path: Path) -> None:
@@ -69,7 +65,6 @@ def test_verdict_of_earlier_versions_is_read() -> None:
     data = row_to_json(full_row())
     data["speedup"]["verdict"] = "ambiguous"
     read = row_from_json(data).speedup
-    assert read is not None
     assert read.verdict == "inconclusive"
 
 

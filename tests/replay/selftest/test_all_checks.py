@@ -1,9 +1,6 @@
 """Results of all checks: on a terminal, as JSON, and as an exit code."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +12,7 @@ from replay.selftest import all_checks as run
 from replay.selftest import clock, environment_checks, work
 from replay.selftest.all_checks import SelftestReport, selftest
 from replay.selftest.result import Result
+from tests.in_this_process import RunCli
 
 CPU = torch.device("cpu")
 GOOD = Result("good", True, "1.000×", "do this", {"ratio": 1.0})
@@ -75,9 +73,7 @@ def test_a_check_that_fails_to_run_has_failed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("checks")
-def test_the_command(
-    run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def planted(device: torch.device) -> Result:
         print("noise")
         return Result("planted cheats", False, "found", "read them")
@@ -118,9 +114,7 @@ def test_a_gpu_that_slows_down_by_itself_fails(
 
 
 @pytest.mark.parametrize(("share", "passed"), [(1.0, True), (0.96, True), (0.5, False)])
-def test_a_processor_that_others_use_fails(
-    monkeypatch: pytest.MonkeyPatch, share: float, passed: bool
-) -> None:
+def test_busy_processor_fails(monkeypatch: pytest.MonkeyPatch, share: float, passed: bool) -> None:
     now = 0.0
 
     def perf_counter() -> float:

@@ -1,7 +1,5 @@
 """The planted cheats are found, and the honest kernel is not accused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -17,9 +15,7 @@ def test_a_cheat_is_found(name: str) -> None:
     assert outcome(name, CHEATS[name](), CPU).status in ("inaccurate", "error")
 
 
-def test_missed_cheat_and_accused_honest_kernel_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missed_cheat_and_accused_honest_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"half": lambda: lambda *a, **o: sdpa(*a, **o) / 2}
     monkeypatch.setattr(cheats, "CHEATS", {"looks right": lambda: sdpa, **half})
     found = planted_cheats(CPU)

@@ -1,7 +1,5 @@
 """Verdicts on made-up samples, and the work whose times are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest

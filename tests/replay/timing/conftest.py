@@ -1,7 +1,5 @@
 """In these tests, which are about timing, samples have their normal length."""
 
-from __future__ import annotations
-
 import pytest
 
 

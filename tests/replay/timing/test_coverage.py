@@ -4,8 +4,6 @@ The machine's noise is one series, which both kernels sample in turn and in shuf
 addition, each kernel has its own series of noise.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -98,8 +96,6 @@ def test_ratios_of_two_runs_are_covered_in_95_percent(scene: str, rounds: int) -
     for _ in range(RUNS):
         one, other = SCENES[scene](noise, rounds)
         within, beside = median_interval(one), median_interval(other)
-        assert within is not None
-        assert beside is not None
         low, high = ratio_interval(median(one), within, median(other), beside)
         covered += low <= 1 <= high
     assert covered >= 0.95 * RUNS

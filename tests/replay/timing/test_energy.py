@@ -1,7 +1,5 @@
 """Energy and settled times of a block of calls; the clock and the energy counter are simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,6 @@
 """Counts of operations are checked by hand, and against a materialised mask on random calls."""
 
-from __future__ import annotations
-
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture.call.attention_call import AttentionCall
@@ -23,21 +23,13 @@ from replay.timing.flops import (
 
 
 def make_call(
-    q_len: int,
-    kv_len: int,
-    *,
-    batch: int = 2,
-    q_heads: int = 4,
-    kv_heads: int = 4,
-    head_dim: int = 8,
-    v_head_dim: int = 8,
-    dtype: torch.dtype = torch.bfloat16,
-    attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
+    q_len: int, kv_len: int, attn_mask: Tensor | None = None, is_causal: bool = False, **sizes: int
 ) -> AttentionCall:
-    def empty(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta" if attn_mask is None else "cpu")
-
+    """Return a call without values: by default two sequences and four heads of dimension 8."""
+    usual = {"batch": 2, "q_heads": 4, "kv_heads": 4, "head_dim": 8, "v_head_dim": 8}
+    batch, q_heads, kv_heads, head_dim, v_head_dim = {**usual, **sizes}.values()
+    device = "meta" if attn_mask is None else "cpu"
+    empty = functools.partial(torch.empty, dtype=torch.bfloat16, device=device)
     return AttentionCall(
         empty(batch, q_heads, q_len, head_dim),
         empty(batch, kv_heads, kv_len, head_dim),
@@ -74,7 +66,7 @@ class Largest(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
+        if isinstance(made, Tensor):
             self.elements = max(self.elements, made.numel())
         return made
 
@@ -137,36 +129,20 @@ def test_value_that_is_part_of_the_key_is_read_with_it() -> None:
     sizes=st.tuples(*[st.integers(1, 4)] * 2, *[st.integers(1, 7)] * 2),
     broadcast=st.tuples(*[st.booleans()] * 4),
     leading=st.integers(0, 2),
-    expand=st.booleans(),
-    is_bool=st.booleans(),
-    is_causal=st.booleans(),
+    flags=st.tuples(*[st.booleans()] * 3),
     seed=st.integers(0, 1000),
 )
 def test_mask_counts_like_its_expansion(
-    sizes: tuple[int, int, int, int],
-    broadcast: tuple[bool, bool, bool, bool],
-    leading: int,
-    expand: bool,
-    is_bool: bool,
-    is_causal: bool,
-    seed: int,
+    sizes: tuple[int, ...], broadcast: tuple[bool, ...], leading: int, flags: tuple, seed: int
 ) -> None:
-    batch, heads, q_len, kv_len = sizes
+    (batch, heads, q_len, kv_len), (expand, is_bool, is_causal) = sizes, flags
     torch.manual_seed(seed)
     allowed = torch.rand([1 if once else n for n, once in zip(sizes, broadcast, strict=True)]) > 0.4
     allowed = allowed.flatten(end_dim=leading)[0] if leading == 1 else allowed
     mask = allowed if is_bool else torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
     if expand:
         mask = mask.expand(sizes)
-    call = make_call(
-        q_len,
-        kv_len,
-        batch=batch,
-        q_heads=heads,
-        kv_heads=heads,
-        attn_mask=mask,
-        is_causal=is_causal,
-    )
+    call = make_call(q_len, kv_len, mask, is_causal, batch=batch, q_heads=heads, kv_heads=heads)
     expanded = allowed.expand(sizes)
     assert valid_pairs(call) == int((expanded.tril() if is_causal else expanded).sum())
 
@@ -175,7 +151,7 @@ def test_mask_counts_like_its_expansion(
 @pytest.mark.parametrize(
     "attn_mask", [None, torch.zeros(3, 0), torch.zeros(3, 1), torch.zeros(1, 1, 1, 0)]
 )
-def test_nothing_is_computed_without_keys(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
+def test_nothing_is_computed_without_keys(attn_mask: Tensor | None, is_causal: bool) -> None:
     call = make_call(3, 0, attn_mask=attn_mask, is_causal=is_causal)
     assert (valid_pairs(call), arithmetic_intensity(call), tflops(call, 1.0)) == (0, 0.0, 0.0)
 

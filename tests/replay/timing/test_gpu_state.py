@@ -1,7 +1,5 @@
 """States of a GPU that NVML reads, and the reasons why NVML cannot read them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -77,7 +75,6 @@ def test_missing_figures_are_none(install: Any) -> None:
     refused = FakeNvml.NVMLError("Not Supported")
     install(FakeNvml(nvmlDeviceGetPowerUsage=refused, nvmlDeviceGetTotalEnergyConsumption=refused))
     state = read_gpu_state(GPU)
-    assert state is not None
     assert (state.sm_clock_mhz, state.power_w) == (1980, None)
     with pytest.raises(NoReading, match="does not count its energy: Not Supported"):
         energy_counter(GPU)
@@ -87,14 +84,8 @@ def test_missing_figures_are_none(install: Any) -> None:
     ("nvml", "reason"),
     [
         (None, r"no NVML \(pip install nvidia-ml-py\)"),
-        (
-            FakeNvml(nvmlInit=FakeNvml.NVMLError("Driver Not Loaded")),
-            "NVML does not start: Driver Not Loaded",
-        ),
-        (
-            FakeNvml(nvmlDeviceGetHandleByUUID=FakeNvml.NVMLError("Not Found")),
-            "NVML does not find it: Not Found",
-        ),
+        (FakeNvml(nvmlInit=FakeNvml.NVMLError("Driver Not Loaded")), "does not start: Driver"),
+        (FakeNvml(nvmlDeviceGetHandleByUUID=FakeNvml.NVMLError("Not Found")), "does not find it"),
     ],
 )
 def test_missing_nvml_is_explained(install: Any, nvml: Any, reason: str) -> None:
@@ -118,9 +109,7 @@ def test_cpu_has_no_gpu_state() -> None:
     ("error", "lost"),
     [(None, False), (torch.OutOfMemoryError("full"), False), (RuntimeError("illegal"), True)],
 )
-def test_gpu_without_memory_is_not_lost(
-    error: RuntimeError | None, lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_gpu(error: RuntimeError | None, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(*_: object, **__: object) -> torch.Tensor:
         if error is not None:
             raise error

@@ -1,7 +1,5 @@
 """Work of the host between two timed launches."""
 
-from __future__ import annotations
-
 import torch
 
 from replay.timing.host_load import WIDTH, RestOfLayer

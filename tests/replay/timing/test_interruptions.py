@@ -1,7 +1,5 @@
 """Interruptions of calls, from the times of simulated threads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -22,9 +20,7 @@ def write(tasks: Path, **times: tuple[int, int]) -> None:
         (tasks / thread[1:] / "schedstat").write_text(f"{ran * MS} {waited * MS} 7\n")
 
 
-def test_threads_of_an_interrupted_call_are_spread_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_threads_spread_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     affinities = {0: {0, 1, 2, 3}, 10: {0, 1, 2, 3}, 11: {0, 1, 2, 3}}
     monkeypatch.setattr(interruptions, "core_siblings", lambda cpus: [[0, 1], [2, 3]])
     monkeypatch.setattr(os, "sched_getaffinity", affinities.__getitem__)
@@ -63,9 +59,7 @@ def test_interrupted_rounds_are_left_out_in_pairs() -> None:
     ("rounds", "interrupted", "reason"),
     [(9, range(4), "interrupted"), (9, range(9), "interrupted"), (3, (), "too-few-rounds")],
 )
-def test_speedup_is_inconclusive_with_too_few_whole_rounds(
-    rounds: int, interrupted: range, reason: str
-) -> None:
+def test_few_whole_rounds_are_inconclusive(rounds: int, interrupted: range, reason: str) -> None:
     one, other = (summarize([ms] * rounds, interrupted) for ms in (1.0, 2.0))
     found = speedup_between((one, other))
     assert (found.ratio, found.low, found.verdict, found.reason) == (

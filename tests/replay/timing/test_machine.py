@@ -1,7 +1,5 @@
 """The description of the machine, and its measured rate of operations."""
 
-from __future__ import annotations
-
 import os
 from itertools import accumulate, cycle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Order, pairing, dropping and budgets of rounds, with functions that only note their calls."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import traceback
@@ -142,7 +140,6 @@ def test_dropped_candidate_keeps_no_tensors_alive() -> None:
     candidate = Candidate(function)
     warm_up(candidate, FakeTimer(), rounds=5, max_seconds=1)
     assert alive[0]() is None
-    assert candidate.error is not None
     assert "after allocating" in "".join(traceback.format_exception(candidate.error))
     assert candidate.rounds == 0
 

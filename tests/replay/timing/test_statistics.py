@@ -1,7 +1,5 @@
 """Statistics are compared with numbers computed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -84,9 +82,7 @@ def test_interval_includes_the_difference_between_processes(
         (0.9, 1.1, "inconclusive", "noisy"),
     ],
 )
-def test_verdict_follows_from_the_interval(
-    low: float, high: float, verdict: str, reason: str
-) -> None:
+def test_verdict_follows_the_interval(low: float, high: float, verdict: str, reason: str) -> None:
     assert speed_verdict(low, high) == (verdict, reason)
 
 
@@ -121,7 +117,6 @@ def test_ranks_beyond_the_samples_are_extrapolated() -> None:
     # 0.75; so the interval is 4.5 ± √7 · 3.5 ranks, where only ± 3.5 ranks exist.
     interval = median_interval(trend)
     beyond = 3.5 * (math.sqrt(7) - 1)
-    assert interval is not None
     assert interval.low == pytest.approx(1.1**-beyond)
     assert interval.high == pytest.approx(1.1 ** (7 + beyond))
 
@@ -129,8 +124,6 @@ def test_ranks_beyond_the_samples_are_extrapolated() -> None:
 def test_correlated_rounds_count_less() -> None:
     runs = [1.0 + index // 10 + 0.01 * (index % 10) for index in range(100)]
     correlated, spread = median_interval(runs), median_interval(no_trend(100))
-    assert correlated is not None
-    assert spread is not None
     assert correlated.high - correlated.low > 0.4 * 10
     assert spread.high - spread.low < 0.25 * 100
 
@@ -146,8 +139,6 @@ def test_calls_are_correlated_within_themselves() -> None:
     a, b = no_trend(30), [100 + each for each in no_trend(30)]
     together = median_interval(a, b)
     one_after_the_other = median_interval(a + b)
-    assert together is not None
-    assert one_after_the_other is not None
     assert together.high - together.low < one_after_the_other.high - one_after_the_other.low
     # In 60 samples, rank 21 has 97.5 %; ranks 1 to 30 belong to the first call.
     assert together == MedianInterval(21, 110)

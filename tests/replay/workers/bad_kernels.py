@@ -1,7 +1,5 @@
 """Kernels with one fault each, in a user's file, for `test_workers.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -83,3 +81,9 @@ def never_the_same(*arguments: Any, **options: Any) -> Tensor:
     calls_of["never_the_same"] = calls_of.get("never_the_same", 0) + 1
     output[0, 0, 0, 0] *= 1 + 1e-6 * (calls_of["never_the_same"] % 3)
     return output
+
+
+def dies_in_compiled_code(*tensors, **options):
+    if torch.compiler.is_compiling():
+        os._exit(3)
+    return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)

@@ -1,7 +1,5 @@
 """GPU memory that a process keeps; the GPU is simulated."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

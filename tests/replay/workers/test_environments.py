@@ -1,12 +1,8 @@
-"""Kernels of several Python environments share a table, but each environment has its own
-packages."""
-
-from __future__ import annotations
+"""Kernels of several Python environments share a table; each has its own packages."""
 
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -20,13 +16,13 @@ from replay.workers.environment_options import WorkerError, interpreters
 from replay.workers.environments import Environment, ProbeResult, assign
 from replay.workers.process import Process
 from tests.factories import kernel, made_workload
+from tests.in_this_process import RunCli
 from tests.replay.workers.scripted import Script, Scripted, died
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 QUICK = ("--rounds", "3", "--device", "cpu")
 WORKLOAD = made_workload("call", lambda device: pytest.fail("loaded here"))
 
-RunCli = Callable[..., tuple[int, str, str]]
 
 SPY = """
 import importlib.util, json, sys
@@ -86,9 +82,7 @@ def _script(directory: Path, command: str = f'exec "{sys.executable}" "$@"') -> 
 
 
 @pytest.mark.slow
-def test_library_that_only_the_other_environment_has_is_listed(
-    run_cli: RunCli, ours: Path, theirs: Path
-) -> None:
+def test_library_of_one_environment_is_listed(run_cli: RunCli, ours: Path, theirs: Path) -> None:
     given = (f"{ours.parent}/spy.py:attention,torch-math", "--device", "cpu")
     code, out, err = run_cli("kernels", *given, "--env", f"theirs={theirs}")
     assert (code, err) == (0, "")
@@ -166,9 +160,7 @@ def test_program_that_runs_no_worker_is_refused(
         Environment("odd", str(python), timeout).probe([kernel("a")], "cpu")
 
 
-def test_interpreters_are_read_from_options_and_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     mine = _script(tmp_path / "mine")
     toml = tmp_path / "größe.toml"
@@ -194,9 +186,7 @@ def test_interpreters_are_read_from_options_and_a_file(
         ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): name a TOML file"),
     ],
 )
-def test_invalid_interpreters_are_refused(
-    tmp_path: Path, options: list[str], text: str | None, sentence: str
-) -> None:
+def test_interpreters(tmp_path: Path, options: list[str], text: str | None, sentence: str) -> None:
     file = tmp_path / "kernels.toml"
     if text is not None:
         file.write_text(text)

@@ -1,7 +1,5 @@
 """The parent accepts or rejects rows, depending on what its judge saw; the judge may fail."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -118,9 +116,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
     ("statuses", "wrong"),
     [([], ""), (["ok"], "stale"), (["inaccurate"], ""), (["ok", "inaccurate"], "")],
 )
-def test_row_must_agree_with_its_judge_also_after_a_restart(
-    scene: Make, statuses: list[str], wrong: str
-) -> None:
+def test_row_must_agree_with_its_judge(scene: Make, statuses: list[str], wrong: str) -> None:
     seen = scene()
     for seen.status in statuses:
         seen.judge()
@@ -327,9 +323,7 @@ def test_expected_call_is_loaded_once(court: Court, monkeypatch: pytest.MonkeyPa
 def test_failure_of_an_expected_call_is_no_answer_to_the_next_question() -> None:
     failing = iter([{"expecting": True}, {"failed": "no such file"}])
     process = SimpleNamespace(
-        place=Placement(),
-        ask=lambda **_: failing,
-        answer=lambda **_: {"unread": [*failing]},
+        place=Placement(), ask=lambda **_: failing, answer=lambda **_: {"unread": [*failing]}
     )
     judge = JudgeProcess(cast("Process", process))
     judge.expect(CALL, settings())

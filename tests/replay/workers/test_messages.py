@@ -1,7 +1,5 @@
 """Text that a kernel writes into the pipe of its worker ends the worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors are passed from one process to another."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers that share rounds, and what a crash, a bug or a forged row of one of them costs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -290,9 +288,7 @@ def test_only_rounds_with_a_users_kernel_are_not_isolated(
     ids=str,
 )
 @pytest.mark.parametrize("where", ["before", "at the end"])
-def test_worker_with_forged_turns_loses_its_rows_only(
-    replay: Replay, forged: list[dict[str, Any]], where: str
-) -> None:
+def test_forged_turns_cost_rows(replay: Replay, forged: list[dict[str, Any]], where: str) -> None:
     """It can neither hide its rows nor prolong the rounds."""
     turns = [*forged, {"rounds": 2}] if where == "before" else [{"rounds": 2}, *forged]
     own = worker_of_mine([CALL, *turns, sent("mine")])
@@ -328,9 +324,7 @@ def test_compared_kernel_begins_first(replay: Replay, tmp_path: Path) -> None:
         (CannotStart("no torch"), r"environment this .* does not work: no torch"),
     ],
 )
-def test_worker_that_fails_without_a_kernel_ends_the_run(
-    replay: Replay, message: Any, reason: str
-) -> None:
+def test_failing_without_a_kernel_ends_the_run(replay: Replay, message: Any, reason: str) -> None:
     with pytest.raises(WorkerError, match=reason) as error:
         replay(ABC, Scripted([message]))
     assert str(error.value.__cause__) in ("Traceback …", "no torch")

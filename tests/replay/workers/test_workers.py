@@ -1,7 +1,5 @@
 """A faulty kernel loses only its own row, and leaves no process or file behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ import replay as replay_package
 from capture.storage.dataset import Dataset
 from replay.isolation.processes import family
 from replay.workers.process import LOG_BYTES
+from tests.in_this_process import RunCli
 
 BAD = Path(__file__).with_name("bad_kernels.py")
 COMMAND = f"""
@@ -34,7 +33,6 @@ main()
 SHAPE = ("random", "-b", "1", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
 QUICK = ("--rounds", "3", "--device", "cpu")
 
-RunCli = Callable[..., tuple[int, str, str]]
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="counts processes in /proc, and limits memory as Linux does"

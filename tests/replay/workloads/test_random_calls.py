@@ -1,7 +1,5 @@
 """Synthetic calls have published shapes and reproducible values; bad sizes are refused."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 
 import pytest

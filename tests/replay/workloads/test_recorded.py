@@ -1,7 +1,5 @@
 """Workloads of recorded calls, and how worker processes load them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +91,6 @@ def test_metadata_of_a_joined_call_follow_from_its_parts(parts: Path) -> None:
     whole, *_ = from_directory(parts, join_ranks=True)[0]
     part, *_ = from_directory(parts)[0]
     shape = part.source.metadata().shape
-    assert shape is not None
     assert whole.source.metadata().shape == shape._replace(q_heads=2 * shape.q_heads)
     assert whole.source.metadata().form != part.source.metadata().form
 

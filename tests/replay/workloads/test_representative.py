@@ -1,7 +1,5 @@
 """The first calls are spread over models, layers and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the order in which one or several takers get calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -88,7 +86,6 @@ def test_call_that_is_too_late_is_left_out() -> None:
 def test_returned_call_goes_to_another_taker() -> None:
     schedule = Schedule(calls([64]))
     call = schedule.take("a")
-    assert call is not None
     schedule.give_back(call, "a")
     assert schedule.waiting == 1
     assert taken(schedule, "aba") == ["", "0:64", ""]
@@ -107,9 +104,7 @@ def test_returned_call_goes_to_another_taker() -> None:
         ({"distribution": "sink"}, True),
     ],
 )
-def test_forms_are_equal_for_calls_that_compile_alike(
-    change: dict[str, object], is_alike: bool
-) -> None:
+def test_equal_forms_compile_alike(change: dict[str, object], is_alike: bool) -> None:
     spec = Spec(1, 2, 2, 64, 64, 32, 32)
     one, other = (
         random_workload("call", "random", each, 0).source.metadata()

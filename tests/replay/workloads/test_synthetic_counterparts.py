@@ -1,7 +1,5 @@
 """Synthetic counterparts are recorded calls whose values are replaced by random values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import inspect
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
+from capture.hooks.entry_points import libraries
 from replay import use_kernel
 from replay.accuracy.reference import attention
 from tests import flash_attn_stand_in
@@ -138,6 +140,12 @@ def test_packed_tensors_are_recorded_apart(
         assert call.cu_seqlens_k is not None
         assert call.cu_seqlens_q.tolist() == call.cu_seqlens_k.tolist() == [0, 4, 9]
         assert (call.variant.max_seqlen_q, call.variant.max_seqlen_k) == (5, 5)
+
+
+def test_arguments_of_torchs_varlen_attn_are_known() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    names = set(inspect.signature(varlen.varlen_attn).parameters)
+    assert names <= {*libraries.NAMES, "return_aux", "enable_gqa", "num_splits"}
 
 
 @pytest.mark.usefixtures("flash_attn")

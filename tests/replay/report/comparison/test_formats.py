@@ -1,15 +1,11 @@
 """Comparisons list the worst change first in every format, and names stay text."""
 
-from __future__ import annotations
-
-import io
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from replay.comparison.comparison import Comparison, compare, to_json
 from replay.comparison.row_matching import Run
@@ -19,16 +15,14 @@ from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import LINES, sections
 from replay.rows.row import Row
 from tests.factories import call_facts, row
+from tests.printed import printed
 from tests.replay.comparison.simulated import HERE, judged, noisy, run
 
 HOSTILE = "<script>alert(1)</script>|[x](http://e.com) **@all** #1 `&` [red]\x1b[2J\n_a_ b__c"
 
 
 def as_text(found: Comparison) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    print_comparison(sections(found), console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(print_comparison, sections(found))
 
 
 def as_markdown(found: Comparison) -> str:
@@ -53,9 +47,7 @@ def words(text: str) -> str:
 
 
 @FORMATS
-def test_exactly_the_changes_are_reported(
-    write: Callable[[Comparison], str],
-) -> None:
+def test_exactly_the_changes_are_reported(write: Callable[[Comparison], str]) -> None:
     text = words(write(changed()))
     assert "failing: breaks (1 of 1 call); less accurate: mine (1 of 1 call); slower: bad;" in text
     assert "before.jsonl" in text

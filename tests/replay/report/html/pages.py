@@ -1,18 +1,17 @@
 """Hand-made rows and checks of a replay on a GPU."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import asdict
 from typing import Any
 
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
-from replay.end_to_end.predicted_times import RUN, Calls, Estimate, PredictedTime
+from replay.end_to_end.predicted_times import RUN
 from replay.end_to_end.prediction import Prediction
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Where
 from replay.rows.row import GpuState, Machine, Roof, Row
 from replay.timing.statistics import paired_speedup, summarize
 from tests import factories
+from tests.replay.end_to_end.predictions import predicted
 
 HOSTILE = "</script><img src=x onerror=document.title='broken'>"
 """Name that is markup."""
@@ -22,17 +21,10 @@ CLASSES: tuple[AccuracyClass, ...] = ("exact", "quantised")
 
 
 def rows(
-    kernels: int = 6,
-    calls: int = 8,
-    heads: int = 4,
-    *,
-    model: str = "model",
-    on_gpu: bool = True,
-    seed: int = 0,
+    kernels: int = 6, calls: int = 8, heads: int = 4, *, model: str = "model", on_gpu: bool = True
 ) -> list[Row]:
-    """Return rows of `torch-default` and other kernels on two layers; the last kernel is wrong
-    once."""
-    chance = random.Random(seed)
+    """Return rows of `torch-default` and kernels on two layers; the last is wrong once."""
+    chance = random.Random(0)
     found = []
     for at in range(calls):
         facts = factories.call_facts(
@@ -88,26 +80,7 @@ def _checked(kernel: str, model: str, ratio: float | None) -> ModelResult:
         gain = None if ratio is None else factories.speedup(ratio, ratio - 0.02, ratio + 0.02)
         found.measured[span] = MeasuredSpan(summarize([100.0 / (ratio or 1)] * 6), gain, None)
     if ratio is not None:
-        spans = {span: _span(span, ratio + 0.01) for span in ("denoise", RUN)}
+        spans = {span: predicted(span, ratio + 0.01) for span in ("denoise", RUN)}
         found.prediction = Prediction(spans.pop(RUN), spans)
         found.drift = {"psnr": 41.2, "ssim": 0.993, "worst_psnr": 39.0, "black_frames": 0} | CLEAN
     return found
-
-
-def _span(name: str, ratio: float) -> PredictedTime:
-    second = Estimate(1.0, 1.0, 1.0)
-    return PredictedTime(
-        phase=name,
-        forwards=1,
-        old_seconds=second,
-        new_seconds=second,
-        speedup=Estimate(ratio, ratio - 0.03, ratio + 0.03),
-        old_tokens_per_second=None,
-        new_tokens_per_second=None,
-        attention_seconds=0.4,
-        attention_share=0.4,
-        waiting_share=0.0,
-        saved_seconds=0.1,
-        swapped_seconds=0.4,
-        calls=Calls(32),
-    )

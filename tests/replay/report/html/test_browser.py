@@ -1,7 +1,5 @@
 """Tests of the report in a browser: its drawings, its controls, and its security."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -66,7 +64,6 @@ def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
     copy = page.with_name("opened.html")
     text = page.read_text("utf-8")
     copy.write_text(text.replace("</body>", WHEN_DRAWN.replace("SCRIPT", script) + "</body>"))
-    assert BROWSER is not None
     done = subprocess.run(
         [
             BROWSER,

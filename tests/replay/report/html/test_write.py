@@ -1,7 +1,5 @@
 """Tests of the report's file: its contents, its size, and invalid requests."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html
@@ -30,7 +28,6 @@ pytest.importorskip("vl_convert", reason="a report requires vl-convert-python")
 
 def data_of(page: str) -> dict[str, Any]:
     packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', page)
-    assert packed is not None
     text = gzip.decompress(base64.b64decode(packed[1]))
     found: dict[str, Any] = json.loads(text, parse_constant=_no_json)
     return found
@@ -68,16 +65,12 @@ def test_a_name_that_is_markup_stays_text(page: str) -> None:
     assert html.escape(pages.HOSTILE) in page
     assert data_of(page)["groups"][1]["model"] == pages.HOSTILE
     tags = re.findall(r"<(?:img|script)[^>]*>", page)
-    assert tags == [
-        '<script type="text/plain" id="data">',
-        '<script type="text/plain" id="library">',
-        "<script>",
-    ]
+    plain = '<script type="text/plain" id="{}">'
+    assert tags == [plain.format("data"), plain.format("library"), "<script>"]
 
 
 def test_page_forbids_network_requests(page: str) -> None:
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None
     rules = dict(part.split(maxsplit=1) for part in policy[1].split("; "))
     assert rules["default-src"] == "'none'"
     assert rules["img-src"] == "data:"
@@ -119,9 +112,8 @@ def test_errors_are_drawn_in_the_budgets_metric() -> None:
     rows = pages.rows()
     data = page_data(rows, group_rows(rows), Budget("cosine", 0.9995))
     assert data["budget"]["limit"] == pytest.approx(5e-4)
-    assert {each["kernel"]: each["error"] for each in data["pooled"]}["kernel-3"] == pytest.approx(
-        1e-3
-    )
+    found = {each["kernel"]: each["error"] for each in data["pooled"]}
+    assert found["kernel-3"] == pytest.approx(1e-3)
 
 
 def test_unavailable_kernels_are_named_once(tmp_path: Path) -> None:
@@ -139,8 +131,6 @@ def test_unavailable_kernels_are_named_once(tmp_path: Path) -> None:
 def test_a_large_field_of_errors_keeps_its_worst_cells() -> None:
     rows = pages.rows(1, 1, heads=80)
     accuracy = rows[0].accuracy
-    assert accuracy is not None
-    assert accuracy.where is not None
     field = [[1e-5] * 64 for _ in range(80)]
     field[41][20] = 1e-1
     field[3][63] = float("nan")

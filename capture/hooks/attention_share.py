@@ -1,0 +1,137 @@
+"""Measures attention's share of the time of a model's forward passes.
+
+The share bounds what a faster kernel can gain (`CaptureRecord.most_gain`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import torch
+
+from capture.errors import reraise_from_signal_handler
+from capture.hooks.modules import CallSite, ModuleTracker, WatchedModule
+from capture.hooks.phases import RECOMPUTE
+
+Mark = Any
+"""Point in time: seconds of the host's clock, or a CUDA event."""
+
+
+class _Pass(NamedTuple):
+    """Measured forward pass of an outermost module."""
+
+    key: tuple[str, str]
+    """Path and phase."""
+    earlier: int
+    """Number of passes of the same path and phase before it."""
+    marks: list[Mark]
+    """Start, three marks for each attention call (`AttentionShare.mark`), and end."""
+
+
+class AttentionShare:
+    """Time of attention calls, relative to that of the forward passes of outermost modules.
+
+    Passes 0, 1, 2, 4, 8 and so on of each module and phase are measured, so that long runs cost
+    little. A measured pass represents itself and the passes until the next measured one. Pass 0
+    counts only if it is the only one, because `SampledStep` slows it down. The recorder's own work
+    is subtracted. If CUDA is in use, times are the current stream's. The share is unknown without
+    calls, or if one is made outside its thread's passes or in the capture of a CUDA graph.
+    """
+
+    def __init__(self, tracker: ModuleTracker) -> None:
+        self._passes: Counter[tuple[str, str]] = Counter()
+        self._measured: list[_Pass] = []
+        self._thread = _Running()
+        self._is_known = True
+        tracker.outermost.append(self)
+
+    def enter(self, watched: WatchedModule, site: CallSite) -> None:
+        """Begin a forward pass."""
+        key = watched.path, site.phase
+        self._thread.is_inside = True
+        if site.phase == RECOMPUTE:
+            return
+        earlier = self._passes[key]
+        self._passes[key] += 1
+        if earlier & (earlier - 1) == 0:
+            self._thread.running = _Pass(key, earlier, [])
+            self.mark()
+
+    def leave(self) -> None:
+        """End the calling thread's forward pass."""
+        running = self._thread.running
+        if running is not None:
+            self.mark()
+            self._measured.append(running)
+        self._thread.running, self._thread.is_inside = None, False
+
+    def mark(self) -> None:
+        """Mark the start or end of an attention call, or the end of the recorder's work after it.
+
+        Each attention call makes the three marks in this order, even outside a measured pass.
+        """
+        running = self._thread.running
+        if running is None:
+            self._is_known &= self._thread.is_inside
+            return
+        try:
+            running.marks.append(_now())
+        except Exception as error:
+            reraise_from_signal_handler(error)
+            self._is_known = False
+
+    def share(self) -> float | None:
+        """Return attention's share, from 0 to 1; None if it is unknown."""
+        by_key: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
+        for each in self._measured:
+            by_key[each.key].append(each)
+        whole = attention = 0.0
+        for key, passes in by_key.items():
+            passes.sort(key=lambda each: each.earlier)
+            later = [each for each in passes if each.earlier] or passes
+            starts = [0, *(each.earlier for each in later[1:]), self._passes[key]]
+            for number, each in enumerate(later):
+                try:
+                    pass_seconds, call_seconds = _seconds(each.marks)
+                except Exception as error:  # such as events of two devices
+                    reraise_from_signal_handler(error)
+                    return None
+                whole += (starts[number + 1] - starts[number]) * pass_seconds
+                attention += (starts[number + 1] - starts[number]) * call_seconds
+        return min(attention / whole, 1.0) if self._is_known and attention > 0 else None
+
+
+class _Running(threading.local):
+    running: _Pass | None = None
+    """Pass that is measured."""
+    is_inside = False
+    """True inside a forward pass."""
+
+
+def _seconds(marks: list[Mark]) -> tuple[float, float]:
+    """Return the seconds of a pass without the recorder's work, and those of its attention."""
+    first, *calls, last = marks
+    begins, ends, recorded = calls[::3], calls[1::3], calls[2::3]
+    attention = sum(map(_between, begins, ends))
+    own = sum(map(_between, ends, recorded))
+    return _between(first, last) - own, attention
+
+
+def _now() -> Mark:
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("no time passes while a CUDA graph is captured")
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Mark, end: Mark) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

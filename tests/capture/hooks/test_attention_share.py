@@ -1,0 +1,122 @@
+"""Attention's share of the forward time, by a clock that the tests advance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from capture import record
+from capture.hooks import attention_share
+from capture.hooks.attention_share import AttentionShare
+from capture.hooks.modules import CallSite, ModuleTracker
+from capture.hooks.phases import RECOMPUTE
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+
+
+class Passes:
+    """Forward passes of one module, with given seconds of attention and of everything else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(attention_share, "_now", lambda: self.now)
+        tracker = ModuleTracker({"": nn.Linear(1, 1)})
+        self.watched, self.share = tracker.watched[0], AttentionShare(tracker)
+
+    def run(self, attention: float, others: float, *, phase: str = "denoise") -> None:
+        """Run a pass in which recording takes a further 100 seconds."""
+        self.share.enter(self.watched, CallSite(phase=phase))
+        for seconds in (others, attention, 100.0):
+            self.now += seconds
+            self.share.mark()
+        self.share.leave()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    return Passes(monkeypatch)
+
+
+def test_first_pass_counts_only_without_later_ones(passes: Passes) -> None:
+    assert passes.share.share() is None
+    passes.run(1, 3)
+    assert passes.share.share() == 0.25
+    passes.run(3, 1)
+    assert passes.share.share() == 0.75
+
+
+def test_measured_pass_represents_passes_until_the_next(passes: Passes) -> None:
+    """Passes 0 and 1 count as pass 1, passes 2 and 3 as 2, and passes 4 and 5 as 4."""
+    seconds = [(9, 9), (1, 9), (2, 8), (9, 9), (6, 4), (9, 9)]
+    for attention, others in seconds:
+        passes.run(attention, others)
+    assert passes.share.share() == pytest.approx((1 + 2 + 6) / 30)
+
+
+def test_phases_are_weighted_by_their_time(passes: Passes) -> None:
+    passes.run(2, 2, phase="prefill")
+    passes.run(0, 6, phase="decode")
+    passes.run(9, 0, phase=RECOMPUTE)
+    assert passes.share.share() == 0.2
+
+
+def test_share_is_unknown_with_calls_outside_of_passes(passes: Passes) -> None:
+    passes.run(0, 3)
+    assert passes.share.share() is None
+    passes.run(1, 3)
+    passes.share.mark()
+    assert passes.share.share() is None
+
+
+def test_error_of_the_clock_does_not_reach_the_model(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes.run(1, 3)
+    monkeypatch.setattr(attention_share, "_now", mock.Mock(side_effect=RuntimeError))
+    passes.run(1, 3)
+    assert passes.share.share() is None
+
+
+@pytest.mark.parametrize(
+    ("share", "clause"),
+    [
+        (0.38, "attention takes 38% of the forward time, so kernels can gain at most 1.61×"),
+        (1.0, "attention takes 100% of the forward time, so kernels can gain any factor"),
+        (None, ""),
+    ],
+)
+def test_share_bounds_the_gain(share: float | None, clause: str) -> None:
+    assert CaptureRecord("model", "random", attention_share=share).most_gain == clause
+
+
+class Attends(nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(states, states, states)
+
+
+def test_recording_keeps_the_share(tmp_path: Path) -> None:
+    model = Attends()
+    with record(model, tmp_path):
+        model(torch.randn(1, 2, 64, 8))
+    (capture,) = Dataset.open(tmp_path).captures
+    assert capture.attention_share is not None
+    assert 0 < capture.attention_share <= 1
+
+
+class ByHand(nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        attended = F.scaled_dot_product_attention(states, states, states)
+        return (attended @ attended.mT).softmax(-1) @ attended
+
+
+def test_share_is_unknown_with_missed_attention(tmp_path: Path) -> None:
+    model = ByHand()
+    with record(model, tmp_path) as recording:
+        model(torch.randn(1, 2, 64, 8))
+    assert recording.missed_attention
+    assert recording.capture.attention_share is None
