@@ -253,7 +253,9 @@ class Examiner:
             self._is_own[way] = again is not None
         if self._is_own[way]:
             return diagnosis
-        evidence = kept_from_earlier_calls(calls, diagnosis.sentence)
+        # Experiments that named another cause also called the kernel, and so changed what it keeps.
+        sentence = diagnosis.sentence if diagnosis.cause == "unknown" else ""
+        evidence = kept_from_earlier_calls(calls, sentence)
         return replace(
             diagnosis,
             cause=evidence.cause,

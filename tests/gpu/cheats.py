@@ -1,7 +1,5 @@
 """Kernels that are faster than attention by cheats that only a GPU allows."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +17,7 @@ _copies: list[Tensor] = []
 _calls: dict[tuple[int, ...], int] = {}
 
 
-def on_a_stream_that_nobody_joins(query: Tensor, *others: Any, **options: Any) -> Tensor:
+def on_a_stream_that_nobody_joins(query, *others, **options):
     """Runs on its own stream and forgets to make the current stream wait."""
     assert _side is not None
     _side.wait_stream(torch.cuda.current_stream())
@@ -27,14 +25,14 @@ def on_a_stream_that_nobody_joins(query: Tensor, *others: Any, **options: Any) -
         return scaled_dot_product_attention(query, *others, **options)
 
 
-def kept_by_pointer(query: Tensor, *others: Any, **options: Any) -> Tensor:
+def kept_by_pointer(query, *others, **options):
     """Returns a copy of its earlier output for this address."""
     if query.data_ptr() not in _kept:
         _kept[query.data_ptr()] = scaled_dot_product_attention(query, *others, **options)
     return _kept[query.data_ptr()].clone()
 
 
-def with_a_clock_of_its_own(*arguments: Any, **options: Any) -> Tensor:
+def with_a_clock_of_its_own(*arguments, **options):
     """Makes every event ten times faster."""
     real = torch.cuda.Event.elapsed_time
     if not getattr(real, "is_ours", False):
@@ -47,9 +45,7 @@ def with_a_clock_of_its_own(*arguments: Any, **options: Any) -> Tensor:
     return scaled_dot_product_attention(*arguments, **options)
 
 
-def on_two_streams_of_which_one_is_joined(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def on_two_streams_of_which_one_is_joined(query, key, value, *others, **options):
     """Runs half of the heads on each of two streams, and forgets to wait for the second."""
     assert _side is not None
     here = torch.cuda.current_stream()
@@ -63,14 +59,12 @@ def on_two_streams_of_which_one_is_joined(
     return output
 
 
-def from_a_thread(query: Tensor, *others: Any, **options: Any) -> Tensor:
+def from_a_thread(query, *others, **options):
     """Launches from a thread on a separate stream, and waits only for the thread."""
     return _thread.submit(on_a_stream_that_nobody_joins, query, *others, **options).result()
 
 
-def replays_a_graph_of_old_inputs(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def replays_a_graph_of_old_inputs(query, key, value, *others, **options):
     """Captures a graph over its own copies of the first inputs, and forgets to copy the next."""
     place = (-query.data_ptr(), key.data_ptr(), value.data_ptr())
     if place not in _graphs:
@@ -82,9 +76,7 @@ def replays_a_graph_of_old_inputs(
     return output.clone()
 
 
-def replays_a_graph_that_lost_a_launch(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def replays_a_graph_that_lost_a_launch(query, key, value, *others, **options):
     """From the third call on, half of the heads are left over from an earlier call."""
     place = (query.data_ptr(), -key.data_ptr(), value.data_ptr())
     if place not in _graphs:
@@ -100,7 +92,7 @@ def replays_a_graph_that_lost_a_launch(
     return output.clone()
 
 
-def records_the_timers_event_again(*arguments: Any, **options: Any) -> Tensor:
+def records_the_timers_event_again(*arguments, **options):
     """Records its caller's start event again once its work is enqueued."""
     output = scaled_dot_product_attention(*arguments, **options)
     frame = sys._getframe(1)
@@ -113,16 +105,14 @@ def records_the_timers_event_again(*arguments: Any, **options: Any) -> Tensor:
     return output
 
 
-def waits_inside(*arguments: Any, **options: Any) -> Tensor:
+def waits_inside(*arguments, **options):
     """Honest: synchronises before it returns."""
     output = scaled_dot_product_attention(*arguments, **options)
     torch.cuda.synchronize()
     return output
 
 
-def replays_a_graph(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def replays_a_graph(query, key, value, *others, **options):
     """Honest: captures a CUDA graph for these addresses and replays the graph."""
     pointers = (query.data_ptr(), key.data_ptr(), value.data_ptr())
     if pointers not in _graphs:

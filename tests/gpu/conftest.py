@@ -1,7 +1,5 @@
 """Fixtures for tests that need a GPU; tests in several processes share the GPU's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A Triton kernel that writes far outside its tensor, so that CUDA ends the process's context."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Rows that the command `replay` writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

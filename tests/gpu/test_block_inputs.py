@@ -1,7 +1,5 @@
 """A CUDA graph writes the inputs that a judge on a CPU makes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

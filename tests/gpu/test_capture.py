@@ -1,7 +1,5 @@
 """Recording on a GPU copies tensors while the model runs, with their values at the call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cheats that only a GPU allows are found, and honest kernels are not accused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor runs kernels in CUDA graphs and in compiled code, and names what fails there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

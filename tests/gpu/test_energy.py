@@ -1,7 +1,5 @@
 """The GPU's own counter measures the energy of back-to-back calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

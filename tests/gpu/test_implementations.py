@@ -1,7 +1,5 @@
 """Calls of real libraries other than SDPA are recorded, and replayed by every kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

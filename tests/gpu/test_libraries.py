@@ -4,8 +4,6 @@ A kernel that is not installed is skipped. `pytest tests/gpu/test_libraries.py -
 kernels. Transformer Engine has one backend per process: name a test, such as `-k te-fused`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

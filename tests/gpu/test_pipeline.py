@@ -1,7 +1,5 @@
 """On a GPU, capture the built-in models, verify the recordings, and replay every torch kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Run this file alone, with permission to read counters: `pytest tests/gpu/test_profiling.py`.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

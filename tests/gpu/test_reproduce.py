@@ -1,7 +1,5 @@
 """On a GPU, the scripts of `replay reproduce` show failures of libraries and of a lost GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,10 +9,8 @@ import pytest
 import torch
 
 import replay.cli.main as cli
-from capture.storage.call_file import PackedCall
-from capture.storage.dataset import Dataset
 from replay.kernels.registry import find
-from tests.factories import random_call
+from tests.factories import random_call, save_calls
 
 OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
 REPOSITORY = Path(__file__).parents[2]
@@ -32,12 +28,10 @@ maximum_relative_l1 = 1e-9
 def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("strict.toml").write_text(STRICT)
-    Path("recorded").mkdir()
     call = random_call(
         q_heads=4, q_len=512, kv_len=512, head_dim=64, dtype=torch.float16, with_output=True
     )
-    entry = PackedCall.of(call).write(Path("recorded/model-000000.safetensors"))
-    Dataset(Path("recorded"), [entry], []).save_manifest()
+    save_calls(Path("recorded"), [call])
 
 
 def reproduce(kernel: str, *others: str) -> str:

@@ -1,7 +1,5 @@
 """A GPU's tensors are passed to another process through locked or unlocked pages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Timing on a real GPU satisfies relations that hold on any GPU; no absolute time is tested."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

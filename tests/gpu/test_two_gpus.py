@@ -1,7 +1,5 @@
 """Two ranks that share a model over NCCL record its calls, which are then joined and replayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Every installed kernel is right on calls beyond SDPA whose lengths are not multiples of a
 block."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

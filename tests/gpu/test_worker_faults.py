@@ -1,7 +1,5 @@
 """A fault that makes a GPU unusable loses only the row of the faulty kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -64,13 +64,14 @@ def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
 
     Args:
         calls: number of earlier calls.
-        sentence: sentence about the error of the later call.
+        sentence: sentence about the error of the later call, or empty.
     """
     others = "another call" if calls == 1 else f"{calls:,} other calls"
+    colon = ": " if sentence else ""
     return Evidence(
         "stale-graph",
         f"it is right as the first call of a process and wrong after {others}, so the kernel keeps "
-        f"something of earlier calls: {sentence}",
+        f"something of earlier calls{colon}{sentence}",
         {"calls_before": calls},
     )
 

@@ -1,7 +1,5 @@
 """The model card and its figures show the measured values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The times that training draws from the noise schedule, and a denoiser before training."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

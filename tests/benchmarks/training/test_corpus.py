@@ -1,7 +1,5 @@
 """The text corpus from the standard library has disjoint parts and a count-based baseline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attempts to fool the judge of pictures: each part of a caption can fail on its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Training: its learning rates, its time limit, the weights it keeps, and infinite losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

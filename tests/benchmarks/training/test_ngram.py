@@ -1,7 +1,5 @@
 """Kneser–Ney probabilities are compared with values computed by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

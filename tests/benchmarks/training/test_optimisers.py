@@ -1,7 +1,5 @@
 """Muon updates the matrices inside the blocks, and its step length is unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Captions match their pictures, according to a judge that sees only the pixels."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

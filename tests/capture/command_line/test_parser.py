@@ -3,8 +3,6 @@
 The cases are generated from the parsers, so they include options that are added later.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Commands run with streams that accept only ASCII, or are closed or full."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Attention's share of the forward time, by a clock that the tests advance."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +14,7 @@ from capture.hooks.attention_share import AttentionShare
 from capture.hooks.modules import CallSite, ModuleTracker
 from capture.hooks.phases import RECOMPUTE
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.dataset import Dataset
+from tests.capture.recording.callers import attend, recorded
 
 
 class Passes:
@@ -94,16 +92,8 @@ def test_share_bounds_the_gain(share: float | None, clause: str) -> None:
     assert CaptureRecord("model", "random", attention_share=share).most_gain == clause
 
 
-class Attends(nn.Module):
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(states, states, states)
-
-
 def test_recording_keeps_the_share(tmp_path: Path) -> None:
-    model = Attends()
-    with record(model, tmp_path):
-        model(torch.randn(1, 2, 64, 8))
-    (capture,) = Dataset.open(tmp_path).captures
+    (capture,) = recorded(tmp_path, attend(*torch.randn(3, 1, 2, 64, 8))).captures
     assert capture.attention_share is not None
     assert 0 < capture.attention_share <= 1
 

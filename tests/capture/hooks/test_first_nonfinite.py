@@ -1,7 +1,5 @@
 """The first tensors with NaN or infinity in a run, and the last finite output before."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention that misses every entry point is reported, and stored in the manifest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

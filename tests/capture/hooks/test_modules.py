@@ -1,7 +1,5 @@
 """A call's site names the module path, step and phase of the running forward pass."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The phase of a forward pass follows from its module and arguments."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -19,6 +17,12 @@ from tests.factories import tiny_llama
 
 def tokens(count: int) -> Tensor:
     return torch.arange(count)[None] + 2
+
+
+def generate(model: Any, *inputs: Tensor, **options: Any) -> Any:
+    """Generate exactly three tokens."""
+    length = {"max_new_tokens": 3, "min_new_tokens": 3}
+    return model.generate(*inputs, do_sample=False, **length, **options)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +94,7 @@ class Answerer(Wrapper):
     """Model that generates a whole text in one forward pass."""
 
     def forward(self, prompt: Tensor) -> Any:
-        return self.inner.generate(  # type: ignore[operator]
-            prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
-        )
+        return generate(self.inner, prompt, pad_token_id=0)
 
 
 def test_wrapped_language_model_keeps_its_phases_and_steps() -> None:
@@ -124,16 +126,8 @@ def test_blip_2_reads_a_picture_and_generates() -> None:
     model = Blip2ForConditionalGeneration(config).eval()
     ids = torch.cat([torch.full((1, 4), 63), tokens(3)], dim=1)
 
-    def run() -> None:
-        model.generate(
-            pixel_values=torch.randn(1, 3, 16, 16),
-            input_ids=ids,
-            max_new_tokens=3,
-            min_new_tokens=3,
-            do_sample=False,
-        )
-
-    sites = sites_of({"": model}, run)
+    picture = torch.randn(1, 3, 16, 16)
+    sites = sites_of({"": model}, lambda: generate(model, input_ids=ids, pixel_values=picture))
     found = Counter((s.module.partition(".")[0], s.step, s.phase) for s in sites)
     text_sites = [key for key in found if key[0] == "language_model"]
     assert text_sites == [
@@ -230,14 +224,9 @@ def test_continuous_batching_decodes_where_each_sequence_brings_one_token(
 def test_layer_watched_alone_knows_its_own_cache() -> None:
     model = tiny_llama()
 
-    def run() -> None:
-        model.generate(
-            tokens(5), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
-        )
-
     for layer in model.model.layers:
         for module in (layer, layer.self_attn):
-            sites = sites_of({"": module}, run)
+            sites = sites_of({"": module}, lambda: generate(model, tokens(5), pad_token_id=0))
             assert [(site.step, site.phase) for site in sites if site.module] == [
                 (0, "prefill"),
                 (1, "decode"),
@@ -252,12 +241,8 @@ def test_cross_attention_watched_alone_decodes_once_it_has_keys() -> None:
     model = T5ForConditionalGeneration(config).eval()
     cross = model.decoder.block[1].layer[1].EncDecAttention
 
-    def run() -> None:
-        model.generate(
-            tokens(4), max_new_tokens=3, min_new_tokens=3, do_sample=False, decoder_start_token_id=0
-        )
-
-    phases = [site.phase for site in sites_of({"": cross}, run) if site.module]
+    sites = sites_of({"": cross}, lambda: generate(model, tokens(4), decoder_start_token_id=0))
+    phases = [site.phase for site in sites if site.module]
     assert phases == ["prefill", "decode", "decode"]
 
 

@@ -1,7 +1,5 @@
 """Attention outside all entry points is found by its operations, and nothing else is."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import types
@@ -18,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from capture import record
 from tests.factories import normal
+
+pytestmark = pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 
 Compute = Callable[["Attends", Tensor], Tensor]
 
@@ -182,7 +182,6 @@ def xformers(monkeypatch: pytest.MonkeyPatch) -> None:
 STATES = normal(2, 6, 16)
 
 
-@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("compute", ATTENTION + OTHER, ids=lambda each: each.__name__)
 def test_attention_is_found_and_nothing_else(
@@ -200,7 +199,6 @@ def test_attention_is_found_and_nothing_else(
     assert missed == (found if compute in ATTENTION else [])
 
 
-@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 @pytest.mark.parametrize("compute", [einsum, masked], ids=lambda each: each.__name__)
 def test_weights_cast_by_autocast_before_the_recording_are_still_constant(
     compute: Compute, tmp_path: Path
@@ -222,7 +220,6 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_modes_of_the_program_work_as_before(tmp_path: Path) -> None:
     """A mode may be active, begin inside the model, or end after it."""
     modes: list[Counting] = []
@@ -247,7 +244,6 @@ def test_modes_of_the_program_work_as_before(tmp_path: Path) -> None:
     assert not _get_current_dispatch_mode_stack()
 
 
-@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_pass_that_raises_leaves_no_mode(error: type[BaseException], tmp_path: Path) -> None:
     def fails(model: Attends, states: Tensor) -> Tensor:
@@ -260,7 +256,6 @@ def test_pass_that_raises_leaves_no_mode(error: type[BaseException], tmp_path: P
         assert not _get_current_dispatch_mode_stack()
 
 
-@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_pass_that_outlasts_the_recording_leaves_no_mode(tmp_path: Path) -> None:
     entered, is_over = threading.Event(), threading.Event()
 

@@ -1,7 +1,5 @@
 """Forward passes of one denoising step have the same step, and their own forward index."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import threading
@@ -36,7 +34,7 @@ class Attend(nn.Module):
 class Pipeline:
     """A pipeline of two denoisers, whose loop of three steps runs `body(pipeline, index)`."""
 
-    def __init__(self, scheduler: Any, body: Callable[[Pipeline, int], None]) -> None:
+    def __init__(self, scheduler: Any, body: Callable[["Pipeline", int], None]) -> None:
         self.scheduler, self._body = scheduler, body
         self.components = {"first": Attend(), "second": Attend(), "scheduler": scheduler}
 
@@ -63,7 +61,7 @@ def unknown(_: int) -> Tensor:
     return torch.empty((), device="meta")
 
 
-def guidance(time_step: Callable[[int], Any]) -> Callable[[Pipeline, int], None]:
+def guidance(time_step: Callable[[int], Any]) -> Callable[["Pipeline", int], None]:
     def body(pipeline: Pipeline, index: int) -> None:
         pipeline.run(time_step(index))
         pipeline.run(time_step(index))

@@ -1,7 +1,5 @@
 """Peaks of tensors, read later and in the order of the run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

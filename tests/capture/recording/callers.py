@@ -1,7 +1,5 @@
 """Models that make given attention calls, and checks that hold for every dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments that SDPA accepts become a call with four dimensions in the kernel's dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

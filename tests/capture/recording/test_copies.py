@@ -1,7 +1,5 @@
 """A call is stored with its original values, even if the model overwrites its tensors later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

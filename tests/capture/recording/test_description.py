@@ -1,7 +1,5 @@
 """The manifest describes the run that was recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

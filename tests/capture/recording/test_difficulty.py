@@ -1,7 +1,5 @@
 """The difficulty of a call, and recordings that keep the most difficult calls."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recordings that keep only some heads of each call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

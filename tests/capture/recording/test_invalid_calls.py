@@ -1,7 +1,5 @@
 """A call that the reader would refuse is reported as the model's bug, not stored."""
 
-from __future__ import annotations
-
 import random
 import sys
 import types

@@ -1,7 +1,5 @@
 """Memory in which recorded calls wait is used again, and released at the end."""
 
-from __future__ import annotations
-
 from capture.recording.memory import BufferPool
 
 LARGE = 1 << 20

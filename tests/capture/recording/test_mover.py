@@ -1,7 +1,5 @@
 """A thread moves copies from a GPU to the host; here, host memory stands in for the GPU's."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A recording that kept no calls states why, and suggests a remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

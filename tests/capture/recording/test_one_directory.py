@@ -1,23 +1,18 @@
 """Several captures are recorded into one directory."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from capture import AttentionCall, load, record
+from capture import load, record
 from capture.errors import CaptureError, RecordingWarning
 from capture.recording.recording import Recording
-from capture.storage.call_file import PackedCall
-from capture.storage.capture_record import CaptureRecord
 from capture.storage.names import MANIFEST
-from capture.storage.target import CaptureTarget
 from tests.capture.recording.callers import MakeLayers, assert_good
+from tests.capture.storage.captures import ended, started
 
 
 def run(model: Any, states: Tensor, out: Path, name: str, **options: Any) -> Recording:
@@ -112,8 +107,7 @@ def test_directory_that_cannot_be_made_is_named(
 def test_two_captures_of_a_model_do_not_write_to_one_directory_at_once(
     layers: nn.Module, tmp_path: Path
 ) -> None:
-    capture = CaptureRecord("Layers", "random")
-    other = CaptureTarget.check(tmp_path, "Layers", overwrite=False).begin(capture)
+    _, other = started(tmp_path, "Layers", range(0))
     with pytest.raises(CaptureError, match="another capture of Layers is writing"):  # noqa: SIM117
         with record(layers, out=tmp_path):
             pytest.fail("ran")
@@ -121,17 +115,14 @@ def test_two_captures_of_a_model_do_not_write_to_one_directory_at_once(
 
 
 def test_captures_of_two_models_into_one_directory_at_once(
-    layers: nn.Module, states: Tensor, tmp_path: Path, make_call: Callable[..., AttentionCall]
+    layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     """Neither of two captures reads a manifest that the other is about to replace."""
     with record(layers, tmp_path, name="zebra"):
         layers(states)
-        other = CaptureTarget.check(tmp_path, "antelope", overwrite=False)
-        journal = other.begin(CaptureRecord("antelope", "random"))
-        call = PackedCall.of(make_call(model="antelope"))
-        journal.append(**call.write(tmp_path / "antelope-000000.safetensors").to_json())
+        other, _ = started(tmp_path, "antelope", range(1))
     assert "antelope is still being recorded" in load(tmp_path).note
-    assert other.end(CaptureRecord("antelope", "random", complete=True)) == []
+    assert other.end(ended("antelope")) == []
     data = load(tmp_path)
     assert data.note == ""
     assert Counter(entry.origin.model for entry in data.entries) == {"antelope": 1, "zebra": 2}

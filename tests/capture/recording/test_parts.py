@@ -1,7 +1,5 @@
 """Each rank records its part of a call; the group of ranks is simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +44,12 @@ class Attention(nn.Module):
         super().__init__()
         self.q_proj = nn.Linear(128, 3 * rows if fused else rows, bias=False)
         self.o_proj = nn.Linear(128, 128, bias=False)
+
+
+def distributed(tensor: Tensor, placement: Any) -> DTensor:
+    """Return a distributed tensor whose local part, on this rank of four, is `tensor`."""
+    mesh = init_device_mesh("cpu", (4,))
+    return DTensor.from_local(tensor, mesh, [placement], run_check=False)
 
 
 def query_and_key(heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -95,9 +99,8 @@ def test_uneven_heads_have_no_known_range(heads: int) -> None:
 def test_plain_and_replicated_weights_mean_a_whole_call() -> None:
     attention = Attention()
     assert of_weights(attention, *query_and_key(4, 4)) == WHOLE
-    mesh = init_device_mesh("cpu", (4,))
-    weight = DTensor.from_local(attention.q_proj.weight.data, mesh, [Replicate()], run_check=False)
-    attention.q_proj.weight = nn.Parameter(weight)
+    weight = attention.q_proj.weight.data
+    attention.q_proj.weight = nn.Parameter(distributed(weight, Replicate()))
     assert of_weights(attention, *query_and_key(4, 4)) == WHOLE
 
 
@@ -113,11 +116,7 @@ def test_plain_and_replicated_weights_mean_a_whole_call() -> None:
 def test_distributed_tensors_are_stored_as_this_rank_has_them(
     tmp_path: Path, placement: Any, shape: tuple[int, ...], heads: str
 ) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    tensors = [
-        DTensor.from_local(normal(*shape, seed=seed), mesh, [placement], run_check=False)
-        for seed in range(3)
-    ]
+    tensors = [distributed(normal(*shape, seed=seed), placement) for seed in range(3)]
     model = Sdpa()
     with record(model, tmp_path, name="model") as recording:
         output = model(*tensors)
@@ -136,11 +135,10 @@ def test_gathered_output_is_stored_with_the_ranks_own_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's flash attention gathers the output of a call with two batches."""
-    mesh = init_device_mesh("cpu", (4,))
     whole = normal(2, 8, 5, 8)
-    gathered = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    gathered = distributed(whole, Replicate())
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda query, key, value: gathered)
-    tensor = DTensor.from_local(normal(2, 2, 5, 8), mesh, [Shard(1)], run_check=False)
+    tensor = distributed(normal(2, 2, 5, 8), Shard(1))
     model = Sdpa()
     with record(model, tmp_path, name="model") as recording:
         model(tensor, tensor, tensor)
@@ -159,9 +157,8 @@ def test_distributed_tensors_that_are_split_otherwise_are_reported(
     tmp_path: Path, of_query: Any, of_key: Any
 ) -> None:
     """The tensors are split by tokens, or their key/value heads are on other ranks."""
-    mesh = init_device_mesh("cpu", (4,))
     query, key = (
-        DTensor.from_local(normal(1, heads, 8, 8), mesh, [placement], run_check=False)
+        distributed(normal(1, heads, 8, 8), placement)
         for heads, placement in ((4, of_query), (4 if of_key == of_query else 16, of_key))
     )
     model = Sdpa()
@@ -238,8 +235,7 @@ def test_calls_of_a_step_are_counted_for_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 def test_part_with_selected_heads_is_not_joined(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    tensor = DTensor.from_local(normal(1, 4, 5, 8), mesh, [Shard(1)], run_check=False)
+    tensor = distributed(normal(1, 4, 5, 8), Shard(1))
     model = Sdpa()
     with record(model, tmp_path, name="model", heads=[1, 2]):
         model(tensor, tensor, tensor)

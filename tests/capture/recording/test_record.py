@@ -1,7 +1,5 @@
 """`record` is used as a library, with models of every kind."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

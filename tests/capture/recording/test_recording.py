@@ -1,7 +1,5 @@
 """A recording counts the calls it saw, kept and lost, and always ends."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
@@ -10,7 +8,6 @@ import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -169,9 +166,7 @@ def test_error_without_a_text_does_not_reach_the_model(tmp_path: Path) -> None:
 
     class Rudely(torch.Tensor):
         @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
             if "scaled_dot_product" not in str(func):
                 raise Rude
             return super().__torch_function__(func, types, args, kwargs or {})

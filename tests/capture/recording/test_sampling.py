@@ -1,7 +1,5 @@
 """Samplers keep the right number of calls, spread evenly and deterministically."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Calls wait in memory while they may still be dropped, and are listed once they are complete."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,8 +1,9 @@
 """Helpers that write and read captures."""
 
-from __future__ import annotations
-
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from capture import load
 from capture.call.attention_call import AttentionCall
@@ -10,6 +11,7 @@ from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journal
+from capture.storage.names import MANIFEST
 from capture.storage.target import CaptureTarget
 from tests.factories import random_call
 
@@ -27,6 +29,14 @@ def write_dataset(directory: Path, *calls: AttentionCall) -> Dataset:
     captures = [CaptureRecord(model, "random") for model in models]
     Dataset(directory, entries, captures).save_manifest()
     return load(directory)
+
+
+def edit_manifest(directory: Path, change: Callable[[Any], object]) -> None:
+    """Change the data of a manifest in place."""
+    path = directory / MANIFEST
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
 
 
 def started(

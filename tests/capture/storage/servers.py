@@ -1,7 +1,5 @@
 """Local servers that implement the parts of HTTP, S3 and the Hub that datasets need."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

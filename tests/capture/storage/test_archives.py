@@ -1,7 +1,5 @@
 """Datasets are read from archives, both normal and malicious."""
 
-from __future__ import annotations
-
 import io
 import stat
 import tarfile

@@ -1,7 +1,5 @@
 """All ways to compute a file's checksum give the same result."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

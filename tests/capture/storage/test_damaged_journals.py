@@ -1,7 +1,5 @@
 """Journals are damaged, truncated, exchanged or deleted, and captures are killed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

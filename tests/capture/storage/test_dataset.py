@@ -1,7 +1,5 @@
 """A dataset is read back unchanged, and damage is reported."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -25,7 +23,7 @@ from capture.cli.file_checks import check_files
 from capture.errors import DatasetError
 from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.dataset import MANIFEST, Dataset
-from tests.capture.storage.captures import write_dataset
+from tests.capture.storage.captures import edit_manifest, write_dataset
 from tests.factories import bits
 from tests.variant_calls import paged_call
 
@@ -292,14 +290,8 @@ def test_header_of_a_later_version_may_say_more_about_the_origin(dataset: Datase
     assert FileEntry.read(path).origin == dataset.entries[0].origin
 
 
-def edit_manifest(dataset: Dataset, change: Callable[[Any], Any]) -> None:
-    path = dataset.directory / MANIFEST
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps(change(data) or data))
-
-
 def test_capture_that_the_manifest_does_not_describe_has_a_record(dataset: Dataset) -> None:
-    edit_manifest(dataset, lambda data: data["captures"].clear())
+    edit_manifest(dataset.directory, lambda data: data["captures"].clear())
     again = load(dataset.directory)
     assert len(again) == 3
     assert [capture.model for capture in again.captures] == ["model"]
@@ -335,7 +327,7 @@ def test_damaged_manifest_is_rebuilt_from_the_files(
 
 @pytest.mark.parametrize("version", ["attention-replay/3", None])
 def test_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
-    edit_manifest(dataset, lambda data: {**data, "format": version})
+    edit_manifest(dataset.directory, lambda data: data.update(format=version))
     told = rf"format {version!r}, but this version reads '{FORMAT}': use the version that"
     with pytest.raises(DatasetError, match=told):
         load(dataset.directory)
@@ -356,7 +348,7 @@ def test_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version:
 def test_damaged_entry_costs_one_file(
     dataset: Dataset, change: Callable[[dict[str, Any]], Any]
 ) -> None:
-    edit_manifest(dataset, lambda data: (change(data["files"][1]), data)[1])
+    edit_manifest(dataset.directory, lambda data: change(data["files"][1]))
     again = load(dataset.directory)
     assert [call.origin.call_index for call in again] == [0, 2]
     [damaged] = again.damaged
@@ -385,7 +377,7 @@ def test_manifest_cannot_point_outside_its_directory(
     shutil.copy(dataset.entries[0].path, outside)
     if isinstance(name, str):
         name = name.format(absolute=outside)
-    edit_manifest(dataset, lambda data: data["files"][0].update(file=name))
+    edit_manifest(dataset.directory, lambda data: data["files"][0].update(file=name))
     again = load(dataset.directory)
     assert [call.origin.call_index for call in again] == [1, 2]
     [damaged] = again.damaged
@@ -397,7 +389,7 @@ def test_repeated_files_and_captures_are_listed_once(dataset: Dataset) -> None:
         data["files"].append(data["files"][0])
         data["captures"].append({**data["captures"][0], "device": "last"})
 
-    edit_manifest(dataset, twice)
+    edit_manifest(dataset.directory, twice)
     again = load(dataset.directory)
     assert len(again) == 3
     assert [capture.device for capture in again.captures] == ["last"]
@@ -411,7 +403,7 @@ def test_what_a_manifest_cannot_check_is_reported(dataset: Dataset) -> None:
     def without_checksum(data: Any) -> None:
         data["files"][1].update(checksum=None)
 
-    edit_manifest(dataset, without_checksum)
+    edit_manifest(dataset.directory, without_checksum)
     assert "lacks the checksums of 1 of its files" in load(dataset.directory).note
 
 
@@ -419,7 +411,7 @@ def test_manifest_and_the_files_agree(dataset: Dataset) -> None:
     def other_module(data: Any) -> None:
         data["files"][1]["call"]["origin"]["module"] = "another"
 
-    edit_manifest(dataset, other_module)
+    edit_manifest(dataset.directory, other_module)
     again = load(dataset.directory)
     assert again[0].origin.module == again[2].origin.module == "attention"
     with pytest.raises(DatasetError, match="its header differs from the manifest"):

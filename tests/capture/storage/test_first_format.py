@@ -4,8 +4,6 @@
 records the same calls again.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """A part of `python -m tests.fuzz_datasets`, with fixed datasets and some new ones."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 from collections.abc import Callable

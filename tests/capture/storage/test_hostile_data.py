@@ -1,7 +1,5 @@
 """A stranger's directory is not trusted: links are not followed, and pipes are not waited for."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -24,7 +22,7 @@ from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
-from tests.capture.storage.captures import write_dataset
+from tests.capture.storage.captures import edit_manifest, write_dataset
 
 MakeCall = Callable[..., AttentionCall]
 RunCli = Callable[..., tuple[int, str, str]]
@@ -59,12 +57,13 @@ def rewrite(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
     change(header)
     metadata = {"attention-replay": json.dumps(header)}
     checksum = write_safetensors(entry.path, load_file(entry.path), metadata)
-    manifest = entry.path.parent / MANIFEST
-    data = json.loads(manifest.read_text())
-    for item in data["files"]:
-        if item["file"] == entry.path.name:
-            item.update(call=header, bytes=entry.path.stat().st_size, checksum=checksum)
-    manifest.write_text(json.dumps(data))
+    fields = {"call": header, "bytes": entry.path.stat().st_size, "checksum": checksum}
+
+    def describe(data: Any) -> None:
+        [item] = [item for item in data["files"] if item["file"] == entry.path.name]
+        item.update(fields)
+
+    edit_manifest(entry.path.parent, describe)
 
 
 @pytest.mark.parametrize(
@@ -261,20 +260,14 @@ def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
     ],
 )
 def test_damaged_census_is_left_out_and_reported(dataset: Dataset, census: object) -> None:
-    manifest = dataset.directory / MANIFEST
-    data = json.loads(manifest.read_text())
-    data["captures"][0]["census"] = census
-    manifest.write_text(json.dumps(data))
+    edit_manifest(dataset.directory, lambda data: data["captures"][0].update(census=census))
     again = load(dataset.directory)
     assert len(again) == 2
     assert "manifest.json is damaged" in again.note
 
 
 def test_manifest_takes_no_memory_that_its_length_does_not_account_for(dataset: Dataset) -> None:
-    manifest = dataset.directory / MANIFEST
-    data = json.loads(manifest.read_text())
-    data["files"] += [[]] * 1_100_000
-    manifest.write_text(json.dumps(data))
+    edit_manifest(dataset.directory, lambda data: data["files"].extend([[]] * 1_100_000))
     again = load(dataset.directory)
     assert "is damaged (more lists and objects than its length accounts for" in again.note
     assert len(again) == 2

@@ -1,7 +1,5 @@
 """Files with parts of one call are joined, and incomplete calls are reported."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of calls are listed without loading the dataset."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

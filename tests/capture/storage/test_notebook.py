@@ -1,7 +1,5 @@
 """Datasets and calls are displayed by a notebook and by `print`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

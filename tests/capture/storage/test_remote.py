@@ -1,7 +1,5 @@
 """Datasets are read from addresses: local web, S3 and Hub servers, and fsspec's memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

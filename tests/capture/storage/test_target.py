@@ -1,7 +1,5 @@
 """A capture finds earlier captures in its directory, and leaves a readable dataset."""
 
-from __future__ import annotations
-
 import contextlib
 import cProfile
 import json

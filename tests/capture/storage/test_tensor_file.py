@@ -1,7 +1,5 @@
 """A file of tensors is complete or has no header, even if no thread can be started."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

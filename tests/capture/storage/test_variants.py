@@ -1,7 +1,5 @@
 """Options beyond SDPA are read back unchanged, or the file is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, replace

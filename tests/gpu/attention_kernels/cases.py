@@ -1,7 +1,5 @@
 """Calls with options beyond SDPA, shared by the tests of several Hopper kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled decode kernels are right on models' shapes, in CUDA graphs and on several streams."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Our kernels are right for more heads than a GPU launches on the second axis of a grid."""
 
-from __future__ import annotations
-
 import pytest
 
 from replay.kernels.registry import find

@@ -4,8 +4,6 @@ Each combination of head_dim, type, mask and causality is a separate program tha
 compile, so only some combinations are tested.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -4,8 +4,6 @@ Head dimensions up to 64 share a tile, and so do those from 65 to 128. A program
 each tile, type, causality, schedule, and with or without logarithms. These tests need 16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 To test a wheel installed by itself, copy this file away from the checkout and run it with pytest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

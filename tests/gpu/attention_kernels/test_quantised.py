@@ -1,7 +1,5 @@
 """Our 8-bit prefill is right on a GPU, with Hopper's and with the portable kernel."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Kernels with one fault each, and calls that reveal the fault."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each kernel has one fault, and the doctor names its cause and its place."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -30,7 +28,6 @@ from tests.replay.diagnosis.faulty import reading
 BFLOAT16 = torch.bfloat16
 SIZES: dict[str, Any] = {"batch": 2, "q_len": 40, "kv_len": 70}
 MASK = normal(2, 1, 40, 70, seed=3) > -0.3
-SQUARE = normal(2, 1, 48, 48, seed=4) > -0.3
 ADDED = torch.zeros(2, 1, 40, 70).masked_fill(~MASK, -math.inf)
 SLOPED = ADDED - normal(2, 1, 40, 70, seed=5).abs()
 
@@ -113,6 +110,15 @@ def first_1000_again(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return query, *(each[:, :, torch.arange(each.shape[2]) % 1000] for each in others)
 
 
+def with_one_more_key(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Show one key of the second packed sequence to the first."""
+    return faulty.right(query, key, value, ONE_MORE)
+
+
+def has_other_lengths(query: Tensor, key: Tensor) -> bool:
+    return query.shape[2] != key.shape[2]
+
+
 HEALTHY = {
     "plain": call(),
     "masked": call(dtype=BFLOAT16, attn_mask=MASK),
@@ -130,8 +136,11 @@ def test_correct_kernel_has_no_findings(name: str) -> None:
     assert examined(find("eager").attention, HEALTHY[name]) == Examined()
 
 
-LARGE = larger(call(dtype=BFLOAT16), query=80.0, key=80.0)
-OUTLIER = with_outlier(call(dtype=BFLOAT16))
+BRAIN = call(dtype=BFLOAT16)
+LARGE = larger(BRAIN, query=80.0, key=80.0)
+OUTLIER = with_outlier(BRAIN)
+SQUARE = call(q_len=48, kv_len=48, attn_mask=normal(2, 1, 48, 48, seed=4) > -0.3)
+ONE_CAUSAL = call(q_len=1, is_causal=True)
 SINK = with_sink(call(), 60)
 ENDS = torch.tensor([0, 16, 40], dtype=torch.int32)
 PACKED = call(batch=1, kv_len=40, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)
@@ -143,40 +152,20 @@ WIDE = call(head_dim=80)
 GROUPED = call(q_heads=4, kv_heads=2)
 CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "q·k past float16": (faulty.float16_scores, LARGE, "overflow"),
-    "exp without a maximum": (
-        faulty.no_maximum,
-        larger(call(dtype=BFLOAT16), query=6.0, key=6.0),
-        "overflow",
-    ),
+    "exp without a maximum": (faulty.no_maximum, larger(BRAIN, query=6.0, key=6.0), "overflow"),
     "NaN made 0": (faulty.black, LARGE, "overflow"),
-    "scores clamped": (
-        faulty.clamped_scores,
-        larger(call(dtype=BFLOAT16), query=4.0, key=4.0),
-        "overflow",
-    ),
-    "values past float16": (
-        faulty.float16_values,
-        larger(call(dtype=BFLOAT16), value=1e5),
-        "overflow",
-    ),
+    "scores clamped": (faulty.clamped_scores, larger(BRAIN, query=4.0, key=4.0), "overflow"),
+    "values past float16": (faulty.float16_values, larger(BRAIN, value=1e5), "overflow"),
     "outlier channel": (faulty.int8_keys, OUTLIER, "k-outlier-channel"),
     "additive mask ignored": (misreading("ignored"), call(attn_mask=SLOPED), "mask-ignored"),
     "causal ignored": (faulty.without_options, call(is_causal=True), "mask-ignored"),
-    "causal ignored by one query": (
-        faulty.without_options,
-        call(q_len=1, is_causal=True),
-        "mask-ignored",
-    ),
+    "causal ignored by one query": (faulty.without_options, ONE_CAUSAL, "mask-ignored"),
     "inverted": (misreading("inverted"), call(attn_mask=MASK), "mask-misread"),
     "added": (misreading("added"), call(attn_mask=MASK), "mask-misread"),
     "multiplied": (faulty.multiplied, call(attn_mask=MASK), "mask-misread"),
     "shifted": (misreading("shifted"), call(attn_mask=MASK), "mask-misread"),
     "first batch": (misreading("first batch"), call(attn_mask=MASK), "mask-misread"),
-    "transposed": (
-        misreading("transposed"),
-        call(q_len=48, kv_len=48, attn_mask=SQUARE),
-        "mask-misread",
-    ),
+    "transposed": (misreading("transposed"), SQUARE, "mask-misread"),
     "boolean": (misreading("not 0"), call(attn_mask=ADDED), "mask-misread"),
     "powers of 2": (misreading("log2"), call(attn_mask=SLOPED), "mask-misread"),
     "negated": (misreading("negated"), call(attn_mask=SLOPED), "mask-misread"),
@@ -186,22 +175,14 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "one buffer": (faulty.in_one_buffer, call(), "output-unwritten"),
     "keys left over": (faulty.tail_of_keys_dropped, call(), "odd-length"),
     "bottom right": (faulty.bottom_right, call(is_causal=True), "causal-alignment"),
-    "bottom right, one query": (
-        faulty.bottom_right,
-        call(q_len=1, is_causal=True),
-        "causal-alignment",
-    ),
+    "bottom right, one query": (faulty.bottom_right, ONE_CAUSAL, "causal-alignment"),
     "shifted diagonal": (faulty.without_itself, call(q_len=70, is_causal=True), "causal-alignment"),
     "by shape": (faulty.kept_by_shape, call(), "stale-graph"),
     "by address": (faulty.keys_kept_by_address, call(), "stale-graph"),
     "by the first element": (faulty.value_told_apart_by_its_first_element, call(), "stale-graph"),
     "captured memory": (faulty.first_memory, call(), "stale-graph"),
     "scale": (faulty.without_options, call(scale=0.3), "wrong-scale"),
-    "other heads": (
-        reading(lambda q, k, v: (q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))),
-        GROUPED,
-        "head-mapping",
-    ),
+    "other heads": (reading(modulo), GROUPED, "head-mapping"),
     "positions for heads": (faulty.swapped, call(q_len=70), "layout"),
     "read as BSHD": (reading(faulty.read_as_bshd), call(), "layout"),
     "written as BSHD": (faulty.written_as_bshd, call(), "layout"),
@@ -218,19 +199,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "next keys": (reading(lambda q, k, v: (q, k.roll(2, 0), v)), call(batch=3), "other-sequence"),
     "all sequences": (reading(joined), call(), "other-sequence"),
     "packed sequences": (faulty.without_options, PACKED, "other-sequence"),
-    "key after the end": (
-        lambda query, key, value, **_: faulty.right(query, key, value, ONE_MORE),
-        PACKED,
-        "other-sequence",
-    ),
+    "key after the end": (with_one_more_key, PACKED, "other-sequence"),
     "half of the keys": (reading(half_of_others), call(), "other-sequence"),
     "keys and values in turn": (reading(in_turn), call(), "layout"),
     "scale of 96 channels": (faulty.scaled_by((80 / 96) ** 0.5), WIDE, "head-dim"),
-    "other than self-attention": (
-        faulty.wrong_if(lambda q, k: q.shape[2] != k.shape[2]),
-        call(),
-        "unknown",
-    ),
+    "other than self-attention": (faulty.wrong_if(has_other_lengths), call(), "unknown"),
     "keys in turn": (reading(first_1000_again), ONE_EQUAL, "too-large"),
     "keys reversed": (reading(lambda q, k, v: (q, k.flip(2), v)), call(), "unknown"),
     "one row": (faulty.one_row_off, call(), "unknown"),

@@ -1,7 +1,5 @@
 """Kernels that are right in eager mode and wrong in compiled code; `tests/gpu` has CUDA graphs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answer key: the kernel that fails on each recording, the cause, and the place."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,39 +1,11 @@
 """SDPA's arguments in the form that a kernel receives from its wrapper."""
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
-
-
-def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]):
-    """Give a function of (query, key, value, bias, scale) SDPA's signature.
-
-    `key` and `value` are expanded to as many heads as `query`, and copied only if necessary. `bias`
-    is float32, (B or 1, H or 1, Sq, Sk): the mask's bias, -inf for masked keys.
-    """
-
-    @functools.wraps(attend)
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        bias = bias_of(query, key, attn_mask, is_causal)
-        key, value = for_each_head(query, key, value)
-        return attend(query, key, value, bias, scale_of(query, scale))
-
-    return attention
 
 
 def with_sdpa_signature(attend: Callable[..., Tensor]):
@@ -56,6 +28,22 @@ def with_sdpa_signature(attend: Callable[..., Tensor]):
         **features: bool,
     ) -> Tensor:
         return attend(query, key, value, attn_mask, is_causal, scale_of(query, scale), **features)
+
+    return attention
+
+
+def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]):
+    """Give a function of (query, key, value, bias, scale) SDPA's signature.
+
+    `key` and `value` are expanded to as many heads as `query`, and copied only if necessary. `bias`
+    is float32, (B or 1, H or 1, Sq, Sk): the mask's bias, -inf for masked keys.
+    """
+
+    @with_sdpa_signature
+    @functools.wraps(attend)
+    def attention(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+        bias = bias_of(query, key, attn_mask, is_causal)
+        return attend(query, *for_each_head(query, key, value), bias, scale)
 
     return attention
 
@@ -134,3 +122,26 @@ def online_softmax(
         summed = (summed.float() * rescale + added).to(accumulator)
         largest = now
     return (summed.float() / total.clamp_min(1e-30)).to(query.dtype)
+
+
+def split_softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scale: float,
+    splits: Iterable[slice],
+    least: float = -math.inf,
+) -> Tensor:
+    """Compute attention over splits of the keys, and merge with factors of at least exp(least)."""
+    maxima, totals, sums = [], [], []
+    for keys in splits:
+        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
+        maxima.append(scores.amax(-1, keepdim=True).clamp_min(-1e30))
+        weights = (scores - maxima[-1]).exp()
+        totals.append(weights.sum(-1, keepdim=True))
+        sums.append(weights @ value[:, :, keys].float())
+    largest = torch.stack(maxima)
+    factors = (largest - largest.amax(0)).clamp_min(least).exp()
+    merged = (factors * torch.stack(sums)).sum(0) / (factors * torch.stack(totals)).sum(0)
+    return merged.to(query.dtype)

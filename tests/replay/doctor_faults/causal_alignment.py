@@ -4,7 +4,9 @@ SDPA's `is_causal` is aligned top left. Calls recorded with `causal_lower_right`
 the option `bottom_right`.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from arguments import (
@@ -15,61 +17,56 @@ from arguments import (
     with_sdpa_signature,
 )
 from torch import Tensor
-from torch.nn.functional import pad
 
 from replay import register_kernel
 
 
-def _attend(query, key, value, attn_mask, scale, causal: Tensor | None) -> Tensor:
-    """Attend with the given causal mask: bool, True = attend; a row without keys gives zeros."""
-    bias = bias_of(query, key, attn_mask, False)
-    if causal is not None:
-        bias = bias.masked_fill(~causal, -math.inf)
-    key, value = for_each_head(query, key, value)
-    return attend_in_float32(query, key, value, bias, scale).nan_to_num()
+def with_own_causality(visible: Callable[..., Tensor]):
+    """Give a function of (Sq, Sk) that returns a causal mask, True = attend, SDPA's signature.
+
+    A row without keys gives zeros.
+    """
+
+    @with_sdpa_signature
+    @functools.wraps(visible)
+    def attention(query, key, value, attn_mask, is_causal, scale, **features) -> Tensor:
+        bias = bias_of(query, key, attn_mask, False)
+        if is_causal:
+            causal = visible(query.shape[2], key.shape[2], **features)
+            bias = bias.masked_fill(~causal, -math.inf)
+        return attend_in_float32(query, *for_each_head(query, key, value), bias, scale).nan_to_num()
+
+    return attention
 
 
-def _ones(query: Tensor, key: Tensor) -> Tensor:
-    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+def _lower(q_len: int, kv_len: int, offset: int = 0) -> Tensor:
+    return torch.ones(q_len, kv_len, dtype=torch.bool).tril(offset)
 
 
-@with_sdpa_signature
-def diagonal_at_the_last_key(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@with_own_causality
+def diagonal_at_the_last_key(q_len, kv_len) -> Tensor:
     """Aligns bottom right, like flash-attn from version 2.1."""
-    offset = key.shape[2] - query.shape[2]
-    causal = _ones(query, key).tril(offset) if is_causal else None
-    return _attend(query, key, value, attn_mask, scale, causal)
+    return _lower(q_len, kv_len, kv_len - q_len)
 
 
-@with_sdpa_signature
-def rows_of_a_buffer(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@with_own_causality
+def rows_of_a_buffer(q_len, kv_len) -> Tensor:
     """Takes the last rows of a large lower triangle, as GPT-2 does."""
-    q_len, kv_len = query.shape[2], key.shape[2]
-    longest = max(q_len, kv_len, 1024)
-    buffer = torch.ones(longest, longest, dtype=torch.bool).tril()
-    start = max(kv_len - q_len, 0)
-    causal = buffer[start : start + q_len, :kv_len] if is_causal else None
-    return _attend(query, key, value, attn_mask, scale, causal)
+    longest, start = max(q_len, kv_len, 1024), max(kv_len - q_len, 0)
+    return _lower(longest, longest)[start : start + q_len, :kv_len]
 
 
-@with_sdpa_signature
-def single_query_sees_all(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@with_own_causality
+def single_query_sees_all(q_len, kv_len) -> Tensor:
     """Ignores `is_causal` for one query, which is right after a cache, but not what SDPA does."""
-    causal = _ones(query, key).tril() if is_causal and query.shape[2] > 1 else None
-    return _attend(query, key, value, attn_mask, scale, causal)
+    return _lower(q_len, kv_len, kv_len if q_len == 1 else 0)
 
 
-@with_sdpa_signature
-def keys_padded_in_front(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@with_own_causality
+def keys_padded_in_front(q_len, kv_len) -> Tensor:
     """Pads keys in front if there are fewer keys than queries, so the diagonal moves."""
-    more = query.shape[2] - key.shape[2]
-    if not is_causal or more <= 0:
-        causal = _ones(query, key).tril() if is_causal else None
-        return _attend(query, key, value, attn_mask, scale, causal)
-    bias = pad(bias_of(query, key, attn_mask, False), (more, 0), value=-math.inf)
-    key, value = (pad(each, (0, 0, more, 0)) for each in for_each_head(query, key, value))
-    bias = bias.masked_fill(~_ones(query, key).tril(), -math.inf)
-    return attend_in_float32(query, key, value, bias, scale).nan_to_num()
+    more = max(q_len - kv_len, 0)
+    return _lower(q_len, more + kv_len)[:, more:]
 
 
 @with_sdpa_signature
@@ -77,38 +74,29 @@ def positions_from_the_end(query, key, value, attn_mask, is_causal, scale) -> Te
     """Online softmax in tiles of 32 that counts a query's position from the last key."""
     bias = bias_of(query, key, attn_mask, False)
     if is_causal:
-        bias = bias.masked_fill(~_ones(query, key).tril(key.shape[2] - query.shape[2]), -math.inf)
+        q_len, kv_len = query.shape[2], key.shape[2]
+        bias = bias.masked_fill(~_lower(q_len, kv_len, kv_len - q_len), -math.inf)
     return online_softmax(query, *for_each_head(query, key, value), bias, scale, size=32)
 
 
-@with_sdpa_signature
-def few_queries_follow_a_cache(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@with_own_causality
+def few_queries_follow_a_cache(q_len, kv_len) -> Tensor:
     """Treats up to 16 queries as speculative tokens behind a cache, and aligns them bottom
     right."""
-    offset = key.shape[2] - query.shape[2] if query.shape[2] <= 16 else 0
-    causal = _ones(query, key).tril(offset) if is_causal else None
-    return _attend(query, key, value, attn_mask, scale, causal)
+    return _lower(q_len, kv_len, kv_len - q_len if q_len <= 16 else 0)
 
 
 @register_kernel("planted-top-left", features=("bottom-right",), default=False)
-@with_sdpa_signature
-def top_left_in_any_case(
-    query, key, value, attn_mask, is_causal, scale, bottom_right=False
-) -> Tensor:
+@with_own_causality
+def top_left_in_any_case(q_len, kv_len, bottom_right=False) -> Tensor:
     """Takes `bottom_right` and ignores it, as flash-attn did before version 2.1."""
-    causal = _ones(query, key).tril() if is_causal else None
-    return _attend(query, key, value, attn_mask, scale, causal)
+    return _lower(q_len, kv_len)
 
 
 @register_kernel("planted-tiles-top-left", features=("bottom-right",), default=False)
-@with_sdpa_signature
-def tiles_end_top_left(
-    query, key, value, attn_mask, is_causal, scale, bottom_right=False
-) -> Tensor:
+@with_own_causality
+def tiles_end_top_left(q_len, kv_len, bottom_right=False) -> Tensor:
     """Masks elements bottom right, but computes the last tile of keys as if aligned top left."""
-    offset = key.shape[2] - query.shape[2] if bottom_right else 0
-    causal = None
-    if is_causal:
-        ends = (torch.arange(query.shape[2])[:, None] // 32 + 1) * 32
-        causal = _ones(query, key).tril(offset) & (torch.arange(key.shape[2]) < ends)
-    return _attend(query, key, value, attn_mask, scale, causal)
+    ends = (torch.arange(q_len)[:, None] // 32 + 1) * 32
+    aligned = _lower(q_len, kv_len, kv_len - q_len if bottom_right else 0)
+    return aligned & (torch.arange(kv_len) < ends)

@@ -4,40 +4,43 @@ All kernels use tiles of 64 keys, and are right if no late key has a much larger
 """
 
 import math
+from collections.abc import Callable
 
 import torch
-from arguments import tiles, with_sdpa_arguments
+from arguments import split_softmax, tiles, with_sdpa_arguments
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
 
-
-def _start(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the initial largest score, sum of weights and weighted values."""
-    rows = query.shape[:3]
-    return torch.full((*rows, 1), -1e30), torch.zeros(*rows, 1), torch.zeros(*rows, value.shape[3])
-
-
-def _scores(query, key, bias, scale, keys) -> Tensor:
-    return query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | float]]
+"""Function of a tile's scores and the reference, which is the largest score of earlier tiles, or of
+this one if it is the first. It returns the new reference, the weights, and the factor by which
+earlier weights are rescaled."""
 
 
-def _lazily(
-    query, key, value, bias, scale, *, scales_sum=True, scales_values=True, is_late=False
+def _online(
+    query,
+    key,
+    value,
+    bias,
+    scale,
+    step: Step,
+    *,
+    scales_sum=True,
+    scales_values=True,
+    is_late=False,
 ) -> Tensor:
-    """Rescale only if the maximum jumps by more than 8, like FlashAttention 4.
+    """Compute an online softmax.
 
     Args:
         is_late: rescale after the block's weights have been added.
     """
-    largest, total, summed = _start(query, value)
+    total = summed = reference = torch.zeros(())
     for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys)
-        now = scores.amax(-1, keepdim=True)
+        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
         if keys.start == 0:
-            largest = now
-        current = torch.where(now - largest > 8.0, now, largest)
-        factor, weights = (largest - current).exp(), (scores - current).exp()
+            reference = scores.amax(-1, keepdim=True)
+        reference, weights, factor = step(scores, reference)
         if not is_late:
             total = total * factor if scales_sum else total
             summed = summed * factor if scales_values else summed
@@ -45,89 +48,72 @@ def _lazily(
         summed = summed + weights @ value[:, :, keys].float()
         if is_late:
             total, summed = total * factor, summed * factor
-        largest = current
     return (summed / total).to(query.dtype)
 
 
+def _lazily(scores: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rescale only if the maximum jumps by more than 8, like FlashAttention 4."""
+    now = scores.amax(-1, keepdim=True)
+    current = torch.where(now - reference > 8.0, now, reference)
+    return current, (scores - current).exp(), (reference - current).exp()
+
+
 @with_sdpa_arguments
-def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
+def sum_not_rescaled_on_a_jump(*inputs) -> Tensor:
     """Forgets to rescale the sum."""
-    return _lazily(query, key, value, bias, scale, scales_sum=False)
+    return _online(*inputs, _lazily, scales_sum=False)
 
 
 @with_sdpa_arguments
-def values_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
+def values_not_rescaled_on_a_jump(*inputs) -> Tensor:
     """Forgets to rescale the accumulator, as if a correction warp were never signalled."""
-    return _lazily(query, key, value, bias, scale, scales_values=False)
+    return _online(*inputs, _lazily, scales_values=False)
 
 
 @with_sdpa_arguments
-def rescaled_one_block_late(query, key, value, bias, scale) -> Tensor:
+def rescaled_one_block_late(*inputs) -> Tensor:
     """Rescales after the block is added, like a software pipeline that is one block late."""
-    return _lazily(query, key, value, bias, scale, is_late=True)
+    return _online(*inputs, _lazily, is_late=True)
 
 
 @with_sdpa_arguments
-def factor_clamped(query, key, value, bias, scale) -> Tensor:
+def factor_clamped(*inputs) -> Tensor:
     """Clamps the rescaling factor to at least exp(-4), a leftover guard against underflow."""
-    largest, total, summed = _start(query, value)
-    for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys)
-        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights = (scores - now).exp()
-        rescale = (largest - now).clamp_min(-4.0).exp() if keys.start else torch.zeros_like(now)
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        summed = summed * rescale + weights @ value[:, :, keys].float()
-        largest = now
-    return (summed / total).to(query.dtype)
+
+    def step(scores: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        now = torch.maximum(reference, scores.amax(-1, keepdim=True))
+        return now, (scores - now).exp(), (reference - now).clamp_min(-4.0).exp()
+
+    return _online(*inputs, step)
 
 
 @with_sdpa_arguments
-def maximum_of_the_first_block(query, key, value, bias, scale) -> Tensor:
+def maximum_of_the_first_block(*inputs) -> Tensor:
     """Assumes that the sink is the first key: clamps scores to 8 above the first block's
     maximum."""
-    largest, total, summed = _start(query, value)
-    for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys)
-        if keys.start == 0:
-            largest = scores.amax(-1, keepdim=True)
-        weights = (scores - largest).clamp_max(8.0).exp()
-        total = total + weights.sum(-1, keepdim=True)
-        summed = summed + weights @ value[:, :, keys].float()
-    return (summed / total).to(query.dtype)
+
+    def step(scores: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, float]:
+        return reference, (scores - reference).clamp_max(8.0).exp(), 1.0
+
+    return _online(*inputs, step)
 
 
 @with_sdpa_arguments
-def splits_merged_with_a_floor(query, key, value, bias, scale) -> Tensor:
+def splits_merged_with_a_floor(query, key, *others) -> Tensor:
     """Split-KV in which each part has a weight of at least exp(-6), even if its scores are
     lower."""
-    parts = []
-    for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys)
-        largest = scores.amax(-1, keepdim=True)
-        weights = (scores - largest).exp()
-        summed = weights @ value[:, :, keys].float()
-        parts.append((largest, weights.sum(-1, keepdim=True), summed))
-    largest = torch.stack([part[0] for part in parts]).amax(0)
-    factors = [(part[0] - largest).clamp_min(-6.0).exp() for part in parts]
-    total = sum(factor * part[1] for factor, part in zip(factors, parts, strict=True))
-    summed = sum(factor * part[2] for factor, part in zip(factors, parts, strict=True))
-    return (summed / total).to(query.dtype)
+    return split_softmax(query, key, *others, tiles(key.shape[2], 64), least=-6.0)
 
 
 @with_sdpa_arguments
 def jump_scaled_twice(query, key, value, bias, scale) -> Tensor:
     """Computes the factor of a jump above 8 from maxima that are scaled twice."""
-    largest, total, summed = _start(query, value)
-    for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys) * LOG2E
+
+    def step(scores: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         now = scores.amax(-1, keepdim=True)
-        if keys.start == 0:
-            largest = now
-        jumps = now - largest > 8.0
-        factor = torch.where(jumps, torch.exp2(scale * (largest - now)), 1.0)
-        largest = torch.where(jumps, now, largest)
-        weights = torch.exp2(scores - largest)
-        total = total * factor + weights.sum(-1, keepdim=True)
-        summed = summed * factor + weights @ value[:, :, keys].float()
-    return (summed / total).to(query.dtype)
+        jumps = now - reference > 8.0
+        factor = torch.where(jumps, torch.exp2(scale * (reference - now)), 1.0)
+        current = torch.where(jumps, now, reference)
+        return current, torch.exp2(scores - current), factor
+
+    return _online(query, key, value, bias * LOG2E, scale * LOG2E, step)

@@ -1,22 +1,31 @@
 """Kernels that attend to masked keys."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from arguments import attend, attend_in_float32, bias_of, for_each_head, with_sdpa_signature
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
-def _without_mask(query, key, value, is_causal, scale) -> Tensor:
-    key, value = for_each_head(query, key, value)
-    return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+def drops_mask(is_dropped: Callable[[Tensor, Tensor, Tensor], bool]):
+    """Give a condition on (query, key, mask) SDPA's signature: attention without such masks."""
+
+    @with_sdpa_signature
+    @functools.wraps(is_dropped)
+    def attention(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+        if attn_mask is not None and is_dropped(query, key, attn_mask):
+            attn_mask = None
+        return attend(query, key, value, attn_mask, is_causal, scale)
+
+    return attention
 
 
-@with_sdpa_signature
-def never_passed_on(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@drops_mask
+def never_passed_on(query, key, mask) -> bool:
     """A wrapper accepts a mask, although its kernel does not support masks."""
-    return _without_mask(query, key, value, is_causal, scale)
+    return True
 
 
 @with_sdpa_signature
@@ -32,44 +41,34 @@ def result_discarded(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
 
-@with_sdpa_signature
-def only_of_booleans(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@drops_mask
+def only_of_booleans(query, key, mask) -> bool:
     """A float mask takes the branch for calls without a mask."""
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = None
-    return attend(query, key, value, attn_mask, is_causal, scale)
+    return mask.dtype != torch.bool
 
 
-@with_sdpa_signature
-def only_of_full_shape(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@drops_mask
+def only_of_full_shape(query, key, mask) -> bool:
     """The kernel requires (B, H, Sq, Sk); the wrapper drops masks of other shapes."""
-    if attn_mask is not None and attn_mask.shape != (*query.shape[:3], key.shape[2]):
-        attn_mask = None
-    return attend(query, key, value, attn_mask, is_causal, scale)
+    return mask.shape != (*query.shape[:3], key.shape[2])
 
 
-@with_sdpa_signature
-def by_its_first_row(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@drops_mask
+def by_its_first_row(query, key, mask) -> bool:
     """Takes the fast path for masks that mask no key, but inspects only one row."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool and bool(attn_mask[0, 0, 0].all()):
-        attn_mask = None
-    return attend(query, key, value, attn_mask, is_causal, scale)
+    return mask.dtype == torch.bool and bool(mask[0, 0, 0].all())
 
 
-@with_sdpa_signature
-def not_of_cross_attention(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@drops_mask
+def not_of_cross_attention(query, key, mask) -> bool:
     """Applies masks only in self-attention, where Sq = Sk."""
-    if query.shape[2] != key.shape[2]:
-        attn_mask = None
-    return attend(query, key, value, attn_mask, is_causal, scale)
+    return query.shape[2] != key.shape[2]
 
 
-@with_sdpa_signature
-def not_of_long_sequences(query, key, value, attn_mask, is_causal, scale) -> Tensor:
+@drops_mask
+def not_of_long_sequences(query, key, mask) -> bool:
     """With more than 128 keys, a fused kernel runs without the mask."""
-    if key.shape[2] > 128:
-        return _without_mask(query, key, value, is_causal, scale)
-    return attend(query, key, value, attn_mask, is_causal, scale)
+    return key.shape[2] > 128
 
 
 @with_sdpa_signature

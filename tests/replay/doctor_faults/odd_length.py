@@ -3,7 +3,7 @@
 import math
 
 import torch
-from arguments import attend_in_float32, online_softmax, tiles, with_sdpa_arguments
+from arguments import attend_in_float32, online_softmax, split_softmax, tiles, with_sdpa_arguments
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -64,19 +64,7 @@ def bound_includes_one_more(query, key, value, bias, scale) -> Tensor:
 def equal_splits(query, key, value, bias, scale) -> Tensor:
     """Split-KV in four parts of `keys // 4`, which omits the remaining keys."""
     each = key.shape[2] // 4
-    parts = []
-    for start in range(0, 4 * each, each):
-        keys = slice(start, start + each)
-        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
-        largest = scores.amax(-1, keepdim=True).clamp_min(-1e30)
-        weights = (scores - largest).exp()
-        total = weights.sum(-1, keepdim=True)
-        parts.append((largest, total, weights @ value[:, :, keys].float()))
-    largest = torch.stack([part[0] for part in parts]).amax(0)
-    factors = [(part[0] - largest).exp() for part in parts]
-    total = sum(factor * part[1] for factor, part in zip(factors, parts, strict=True))
-    summed = sum(factor * part[2] for factor, part in zip(factors, parts, strict=True))
-    return (summed / total).to(query.dtype)
+    return split_softmax(query, key, value, bias, scale, tiles(4 * each, each))
 
 
 @with_sdpa_arguments

@@ -4,8 +4,6 @@ Each recording is made with `capture.record`, so layers have names and calls hav
 standard normal unless a layer changes them, and differ from step to step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +38,7 @@ class Layer:
     head_dim: int = 32
     v_head_dim: int | None = None
     dtype: torch.dtype = torch.float16
-    mask: Callable[[Layer], Tensor] | None = None
+    mask: Callable[["Layer"], Tensor] | None = None
     is_causal: bool = False
     is_lower_right: bool = False
     """True for a causal mask whose diagonal ends at the last key."""

@@ -1,7 +1,5 @@
 """Each faulty kernel fails where the answer key states, and healthy kernels never fail."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Grading of the doctor's findings, and commands that fail."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels that visibly change the output; compiler and registry are reset between tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -25,11 +23,12 @@ def _counters() -> Any:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start with an empty compiler cache, and forget the kernels that the test registers."""
+    """Run without gradients and an empty compiler cache, and forget the test's kernels."""
     monkeypatch.setattr(registry, "_kernels", registry.catalogue())
     torch.compiler.reset()
     _counters().clear()
-    yield
+    with torch.no_grad():
+        yield
     torch.compiler.reset()
 
 

@@ -1,7 +1,5 @@
 """Recordings, kernels and plans work on models as users of diffusers prepare them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kernels inside a compiled graph: one graph, the promised layout, the right counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +41,6 @@ def operators(seen: list[list[str]]) -> Callable[..., Any]:
     return backend
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_model_compiled_before_takes_the_kernel_and_is_the_same_afterwards(
     doubling: str, backend: str
@@ -60,7 +57,6 @@ def test_a_model_compiled_before_takes_the_kernel_and_is_the_same_afterwards(
     assert graphs() == 2  # with and without the kernel, however often each was entered
 
 
-@torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_more_kernels_than_dynamo_has_room_for_all_run_compiled() -> None:
     model, states = Block().eval(), torch.randn(2, 5, 16)
@@ -75,7 +71,6 @@ def test_more_kernels_than_dynamo_has_room_for_all_run_compiled() -> None:
     assert torch._dynamo.config.recompile_limit == 2
 
 
-@torch.no_grad()
 def test_support_is_checked_when_the_graph_runs(doubling: str) -> None:
     model, states = Block().eval(), torch.randn(2, 5, 16)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -87,6 +82,7 @@ def test_support_is_checked_when_the_graph_runs(doubling: str) -> None:
     assert str(swap) == "doubling: 0 calls, 6 fell back (6 × no mask)"
 
 
+@torch.enable_grad()
 def test_a_compiled_training_step_keeps_its_own_attention(doubling: str) -> None:
     model, states = Block(), torch.randn(2, 5, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -104,7 +100,6 @@ def test_a_compiled_training_step_keeps_its_own_attention(doubling: str) -> None
     assert (swap.hits, swap.fallbacks) == (0, counted)
 
 
-@torch.no_grad()
 def test_lengths_may_vary(doubling: str) -> None:
     model = Block().eval()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -115,7 +110,6 @@ def test_lengths_may_vary(doubling: str) -> None:
     assert (swap.hits, graphs()) == (6, 1)
 
 
-@torch.no_grad()
 def test_an_output_in_another_layout_is_copied_and_counted() -> None:
     model, states = Block().eval(), torch.randn(2, 5, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -175,7 +169,6 @@ def test_fake_implementation_matches_the_operator() -> None:
     )
 
 
-@torch.no_grad()
 def test_a_kernel_that_compiles_itself_does_so_inside_the_operator() -> None:
     seen: list[list[str]] = []
 
@@ -194,7 +187,6 @@ def test_a_kernel_that_compiles_itself_does_so_inside_the_operator() -> None:
     assert any("sin" in calls for calls in seen)
 
 
-@torch.no_grad()
 def test_an_exception_in_a_compiled_kernel_leaves_the_model_as_it_was() -> None:
     model, states = Block().eval(), torch.randn(2, 5, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -1,7 +1,5 @@
 """Kernels in models that do not call SDPA: accurate outputs, and fallbacks with reasons."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Kernels in models of other projects: each call runs the kernel or falls back with a reason."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

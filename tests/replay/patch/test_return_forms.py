@@ -1,7 +1,5 @@
 """With a kernel, every followed function returns what it returned before, or is refused by name."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kernels are put into a model, and removed again."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable
@@ -108,6 +106,7 @@ def test_program_exported_with_a_kernel_handles_its_calls_only_with_one(doubling
     assert swap.hits == 1
 
 
+@torch.enable_grad()
 def test_a_training_step_keeps_its_own_attention(doubling: str) -> None:
     query = torch.randn(1, 2, 5, 8, requires_grad=True)
     with use_kernel(doubling) as swap:

@@ -1,7 +1,5 @@
 """Kernels by module and phase run at the right places, in eager and compiled models."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +23,8 @@ from replay.plan.plan import PlanError
 from tests.factories import tiny_llama
 
 from .conftest import graphs, plan_of
+
+pytestmark = pytest.mark.usefixtures("scaled")
 
 
 class Attention(nn.Module):
@@ -105,8 +105,6 @@ def check_mixed(swap: Swap, output: Tensor, model: Transformer, runs: int = 1) -
     assert swap.missing == []
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("given", ["nothing", "module", "pipeline", "file"])
 def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_path: Path) -> None:
     plan: Any = replace(plan_of(*MIXED), device="cpu")
@@ -123,8 +121,6 @@ def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_p
     assert not any("forward" in vars(module) for module in transformer.modules())
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_deleted_model_is_ignored(transformer: Transformer) -> None:
     """The deleted model has the same paths as the live one, and a cycle keeps it in memory."""
     gone = nn.Module()
@@ -146,8 +142,6 @@ class NoLength(nn.Module):
         raise TypeError("has no length")
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_length_of_other_modules_is_not_read(transformer: Transformer) -> None:
     others = NoLength(), nn.ModuleList()
     with use_plan(plan_of(*MIXED)) as swap:
@@ -155,8 +149,6 @@ def test_length_of_other_modules_is_not_read(transformer: Transformer) -> None:
     assert len(others) == 2  # the tuple keeps the modules alive
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_paths_of_a_bare_module_fit_a_pipeline(transformer: Transformer) -> None:
     bare = [(path.partition(".")[2], phase, kernel) for path, phase, kernel in MIXED]
     for watched in (None, transformer, {"transformer": transformer}):
@@ -164,8 +156,6 @@ def test_paths_of_a_bare_module_fit_a_pipeline(transformer: Transformer) -> None
             check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_model_compiled_before_is_one_graph_with_its_kernels(
     backend: str, transformer: Transformer
@@ -181,8 +171,6 @@ def test_a_model_compiled_before_is_one_graph_with_its_kernels(
     assert graphs() == 2
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_blocks_compiled_alone_share_the_graphs_of_their_choice(
     how: str, transformer: Transformer
@@ -204,7 +192,6 @@ def test_blocks_compiled_alone_share_the_graphs_of_their_choice(
     assert graphs() == 1 + 3  # one without a plan; three for twice, thrice, not in the plan
 
 
-@torch.no_grad()
 def test_code_of_a_plan_runs_only_with_permission(transformer: Transformer, tmp_path: Path) -> None:
     trace = tmp_path / "executed"
     code = (
@@ -223,8 +210,6 @@ def test_code_of_a_plan_runs_only_with_permission(transformer: Transformer, tmp_
     assert swap.hits
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_another_plan_is_another_graph(transformer: Transformer) -> None:
     compiled = torch.compile(transformer, backend="eager", fullgraph=True)
     path = "blocks.0.attn"
@@ -237,8 +222,6 @@ def test_another_plan_is_another_graph(transformer: Transformer) -> None:
     torch.testing.assert_close(output, scaled_by_hand(transformer, 3, 3, 3, 3))
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_graph_break_keeps_the_module(
     transformer: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,8 +232,6 @@ def test_graph_break_keeps_the_module(
         check_mixed(swap, compiled(STATES, TIMESTEP), transformer)
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_threads_do_not_share_modules(transformer: Transformer) -> None:
     run = torch.no_grad()(lambda _: transformer(STATES, TIMESTEP))
     with use_plan(plan_of(*MIXED), transformer) as swap, ThreadPoolExecutor(4) as pool:
@@ -259,8 +240,6 @@ def test_threads_do_not_share_modules(transformer: Transformer) -> None:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_module_is_left_after_an_exception(transformer: Transformer) -> None:
     plan = plan_of(*MIXED)
     forward = transformer.blocks[1].attn.norm.forward  # type: ignore[union-attr]
@@ -278,8 +257,6 @@ def test_module_is_left_after_an_exception(transformer: Transformer) -> None:
     assert "forward" not in vars(transformer.blocks[0].attn)  # type: ignore[arg-type]
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_inner_module_does_not_inherit_the_kernel() -> None:
     class Outer(Attention):
         def __init__(self) -> None:
@@ -304,8 +281,6 @@ class TwoEncoders(nn.Module):
         return attention(query, text, text), attention(query, image, image)
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lengths_of_a_module_have_their_own_kernels(compiled: bool) -> None:
     model = nn.Sequential(TwoEncoders())
@@ -334,8 +309,6 @@ def test_paged_key_length_matches_the_recording(packed: bool) -> None:
     assert key_length(arguments) == CallSignature.of(arguments).key[-2] == (96 if packed else 48)
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_plan_of_another_gpu_needs_permission(
     transformer: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,8 +322,6 @@ def test_plan_of_another_gpu_needs_permission(
     assert swap.hits == 1
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 def test_modules_missing_in_the_model_are_reported(transformer: Transformer) -> None:
     choices = [*MIXED, ("transformer.blocks.9.attn", "denoise", "twice")]
     with use_plan(plan_of(*choices), transformer) as swap:
@@ -359,7 +330,6 @@ def test_modules_missing_in_the_model_are_reported(transformer: Transformer) -> 
     assert str(swap).endswith("\nnot in the model: transformer.blocks.9.attn")
 
 
-@pytest.mark.usefixtures("scaled")
 def test_unusable_plans_are_refused_in_one_sentence(
     transformer: Transformer, tmp_path: Path
 ) -> None:
@@ -384,8 +354,6 @@ def test_unusable_plans_are_refused_in_one_sentence(
         assert F.scaled_dot_product_attention is not TORCH_SDPA
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: Path) -> None:
     model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]

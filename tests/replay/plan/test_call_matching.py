@@ -1,7 +1,5 @@
 """Replayed calls are matched to the counted calls that they represent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Choices of a plan, for hand-made censuses and rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

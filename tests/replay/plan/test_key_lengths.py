@@ -1,7 +1,5 @@
 """Ranges of key lengths hold their own lengths, and share the lengths between them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Budgets of plans, and plans saved as files."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A plan's type of device is compared with the devices of a model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

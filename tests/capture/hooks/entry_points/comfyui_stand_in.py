@@ -1,7 +1,5 @@
 """Stand-in for `comfy.ldm.modules.attention` with the same names, arguments and conventions."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """ComfyUI's attention, with a stand-in, and with ComfyUI itself if COMFYUI_PATH is its checkout."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -11,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from capture import AttentionCall, load, record
-from capture.errors import RecordingWarning
+from capture import record
 from replay import use_kernel
-from replay.accuracy.reference import attention
 from tests.capture.hooks.entry_points import comfyui_stand_in
+from tests.capture.hooks.entry_points.layers import Layer, recorded, refusal
 from tests.factories import normal
 
 ATTENTION = "comfy.ldm.modules.attention"
@@ -46,39 +43,6 @@ def comfyui(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return importlib.import_module(ATTENTION)
     monkeypatch.setitem(sys.modules, ATTENTION, comfyui_stand_in)
     return comfyui_stand_in
-
-
-class Layer(nn.Module):
-    """Layer that holds a reference to the function instead of looking it up in its module."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.held = {"attend": function}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.held["attend"](*args, **kwargs)
-
-
-def recorded(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> AttentionCall:
-    expected = layer(*args, **kwargs)
-    with record(layer, out) as recording:
-        assert torch.equal(layer(*args, **kwargs), expected)
-    assert torch.equal(layer(*args, **kwargs), expected)
-    assert (recording.seen, recording.problems) == (1, [])
-    (call,) = load(out)
-    assert call.output is not None
-    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
-    return call
-
-
-def refusal(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> str:
-    with pytest.warns(RecordingWarning) as told, record(layer, out) as recording:
-        layer(*args, **kwargs)
-    assert (recording.seen, recording.kept) == (1, 0)
-    (signature,) = recording.census.to_json()["signatures"]
-    reason = str(signature["refusal"])
-    assert f"none of 1 attention call can be stored: {reason}" in str(told[0].message)
-    return reason
 
 
 def merged(seed: int, length: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Every backend of diffusers' dispatcher is recorded, and none is replaced by another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models import attention_dispatch
 from torch import Tensor
 
-from capture import load, record
+from capture import AttentionCall, load, record
 from replay.accuracy.reference import attention
 from tests.factories import normal
 
@@ -43,6 +41,17 @@ def step(denoiser: Any) -> Tensor:
     return output
 
 
+@torch.no_grad()
+def recorded(denoiser: Any, out: Path) -> list[AttentionCall]:
+    """Return the two calls of a step; check that recording changed no bit."""
+    expected = step(denoiser)
+    with record(denoiser, out) as recording:
+        assert torch.equal(step(denoiser), expected)
+    calls = list(load(out))
+    assert recording.seen == recording.kept == len(calls) == 2
+    return calls
+
+
 def mine(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, **_: Any) -> Tensor:
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -62,13 +71,7 @@ def test_backend_of_a_model_stays(tmp_path: Path) -> None:
     for module in denoiser.modules():
         if hasattr(module, "processor"):
             module.processor._attention_backend = "sage"
-    with torch.no_grad():
-        expected = step(denoiser)
-        with record(denoiser, tmp_path / "calls") as recording:
-            assert torch.equal(step(denoiser), expected)
-    calls = list(load(tmp_path / "calls"))
-    assert recording.seen == len(calls) == 2
-    for call in calls:
+    for call in recorded(denoiser, tmp_path / "calls"):
         assert (call.origin.entry_point, call.origin.backend) == ("diffusers", "diffusers.sage")
         assert call.output is not None
         assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
@@ -77,11 +80,7 @@ def test_backend_of_a_model_stays(tmp_path: Path) -> None:
 def test_flex_runs_as_flex(tmp_path: Path) -> None:
     denoiser = model()
     denoiser.transformer_blocks[0].attn.processor._attention_backend = "flex"
-    with torch.no_grad():
-        expected = step(denoiser)
-        with record(denoiser, tmp_path / "calls") as recording:
-            assert torch.equal(step(denoiser), expected)
-    assert recording.seen == recording.kept == 2
-    backends = {call.origin.entry_point: call.origin.backend for call in load(tmp_path / "calls")}
+    calls = recorded(denoiser, tmp_path / "calls")
+    backends = {call.origin.entry_point: call.origin.backend for call in calls}
     assert backends.keys() == {"diffusers", "sdpa"}  # the other block has its own backend
     assert backends["diffusers"] == "flex"

@@ -1,7 +1,5 @@
 """FlexAttention is recorded when models call it directly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

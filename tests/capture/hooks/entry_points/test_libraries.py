@@ -1,7 +1,5 @@
 """Library functions that models call directly: each argument is translated or refused by name."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import inspect
 import sys
@@ -12,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from capture import AttentionCall, load, record
+from capture import load, record
 from capture.hooks.entry_points import libraries
 from replay import use_kernel
 from replay.accuracy.reference import attention
 from tests import flash_attn_stand_in
+from tests.capture.hooks.entry_points.layers import Layer, recorded, refusal
 from tests.factories import normal
 from tests.flash_attn_stand_in import (
     flash_attn_func,
@@ -32,7 +31,7 @@ from tests.flash_attn_stand_in import (
 )
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """Stand-in package whose functions compute what flash-attn's compute."""
     package, interface = (
@@ -47,41 +46,6 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return package
 
 
-class Layer(nn.Module):
-    """Layer that holds a reference to the function instead of looking it up in its module."""
-
-    def __init__(self, function: Any, **options: Any) -> None:
-        super().__init__()
-        self.held = {"attend": function}
-        self.options = options
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        output: Tensor = self.held["attend"](*tensors, **self.options)
-        return output
-
-
-def recorded(layer: Layer, out: Path, *tensors: Tensor) -> AttentionCall:
-    expected = layer(*tensors)
-    with record(layer, out) as recording:
-        assert torch.equal(layer(*tensors), expected)
-    assert torch.equal(layer(*tensors), expected)
-    assert recording.problems == []
-    (call,) = load(out)
-    assert call.output is not None
-    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
-    return call
-
-
-def refusal(layer: Layer, out: Path, *tensors: Tensor) -> str:
-    """Return the reason why the layer's only call is not recorded."""
-    with record(layer, out) as recording:
-        layer(*tensors)
-    assert (recording.seen, recording.kept) == (1, 0)
-    (signature,) = recording.census.to_json()["signatures"]
-    return str(signature["refusal"])
-
-
-@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,7 +68,6 @@ def test_function_held_in_a_dictionary_is_recorded(options: dict[str, Any], tmp_
     assert ("softcap" in call.features) == (options.get("softcap", 0) > 0)
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_packed_sequences_are_recorded(tmp_path: Path) -> None:
     q_starts, k_starts = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 4, 9]).int()
     layer = Layer(flash_attn_varlen_func, causal=True)
@@ -118,7 +81,6 @@ STARTS = torch.tensor([0, 4, 9]).int()
 QUERY, QKV, KV = normal(9, 4, 8), normal(9, 3, 4, 8), normal(9, 2, 2, 8, seed=1)
 
 
-@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
     ("function", "tensors", "options", "kv_heads"),
     [
@@ -148,7 +110,6 @@ def test_arguments_of_torchs_varlen_attn_are_known() -> None:
     assert names <= {*libraries.NAMES, "return_aux", "enable_gqa", "num_splits"}
 
 
-@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
 def test_unsupported_argument_is_refused_by_its_name(function: Any, tmp_path: Path) -> None:
     layer = Layer(function, alibi_slopes=torch.ones(1))
@@ -186,7 +147,6 @@ def test_function_that_two_modules_hold_is_counted_once(
     assert sageattn.__code__ is code
 
 
-@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
     ("options", "left"), [({"causal": True}, None), ({"causal": True, "window_size": (2, 0)}, 2)]
 )
@@ -201,7 +161,6 @@ def test_one_query_needs_no_causal_mask(
     assert call.features == (() if left is None else ("bottom-right", "window"))
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_cache_is_recorded(tmp_path: Path) -> None:
     cache = normal(1, 8, 2, 8)
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=5, causal=True)
@@ -210,7 +169,6 @@ def test_cache_is_recorded(tmp_path: Path) -> None:
     assert call.seqused_k.tolist() == [5]
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_new_keys_are_written_to_the_cache_once(tmp_path: Path) -> None:
     cache, keys = normal(1, 8, 2, 8), normal(1, 1, 2, 8, seed=1)
     expected = cache.clone()
@@ -232,7 +190,6 @@ def pools(page_size: int = 4) -> tuple[Tensor, Tensor]:
     return both[:, 0], both[:, 1]
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_pages_that_a_call_reads_are_recorded(tmp_path: Path) -> None:
     key, value = pools()
     lengths = torch.tensor([10, 7]).int()
@@ -249,7 +206,6 @@ def test_pages_that_a_call_reads_are_recorded(tmp_path: Path) -> None:
         assert stored.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_packed_queries_over_pages(tmp_path: Path) -> None:
     """flash-attn 2 specifies sequence lengths by offsets."""
     starts_q, starts_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 10, 17]).int()
@@ -263,7 +219,6 @@ def test_packed_queries_over_pages(tmp_path: Path) -> None:
     assert call.variant.max_seqlen_k == 10
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_missing_page_does_not_reach_the_model(tmp_path: Path) -> None:
     """On a GPU, looking up the missing page would crash the model's run."""
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=torch.tensor([10, 7]), block_table=TABLE)
@@ -279,7 +234,6 @@ def test_missing_page_does_not_reach_the_model(tmp_path: Path) -> None:
     assert (recording.seen, recording.kept) == (1, 0)
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_calls_of_a_growing_cache_have_one_signature(tmp_path: Path) -> None:
     key, value = pools()
     layer = Layer(flash_attn_with_kvcache, block_table=TABLE)
@@ -294,7 +248,6 @@ def test_calls_of_a_growing_cache_have_one_signature(tmp_path: Path) -> None:
     assert row["calls"] == 2
 
 
-@pytest.mark.usefixtures("flash_attn")
 def test_one_module_s_calls_with_other_options_are_counted_apart(tmp_path: Path) -> None:
     tensor = normal(1, 6, 2, 8)
     layer = Layer(flash_attn_func, causal=True)

@@ -1,7 +1,5 @@
 """Models that call attention through transformers' registry are recorded as they ran."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -241,15 +239,7 @@ def test_padding_is_the_mask_of_a_padded_batch(tmp_path: Path) -> None:
 
 
 def test_implementation_that_a_program_registered(tmp_path: Path) -> None:
-    def mine(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
+    def mine(module, query, key, value, attention_mask, scaling=None, **others):
         scores = query @ key.repeat_interleave(2, 1).mT * scaling
         seen = torch.ones(12, 12).tril().bool() if attention_mask is None else attention_mask
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -280,16 +270,7 @@ def test_implementation_that_a_program_registered(tmp_path: Path) -> None:
 def test_call_beyond_sdpas_arguments_is_counted_with_its_reason(
     given: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    def sparse(
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        indices: Any = None,
-        sinks: Any = None,
-        **others: Any,
-    ) -> Any:
+    def sparse(module, query, key, value, mask, indices=None, sinks=None, **others):
         return query.transpose(1, 2), None
 
     sparse.__name__ = "eager_attention_forward"
