@@ -66,8 +66,9 @@ def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> Itera
             "idle, or with more --model-rounds"
         )
     if checked.copies and span == RUN:
+        outputs = checked.hits + sum(checked.fallbacks.values())  # a compiled model copies both
         yield (
-            f"{checked.copies} of {checked.hits} outputs were copied into the layout that "
+            f"{checked.copies} of {outputs} outputs were copied into the layout that "
             "the model expects"
         )
     replayed, in_model = predicted.clues.sm_clock_mhz, checked.sm_clock_mhz

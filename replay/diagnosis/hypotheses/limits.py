@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,14 +29,24 @@ The flag chooses other entries, which shows that the number is the cause and not
 def too_large(subject: Subject) -> Evidence | None:
     """Search for the number of sequences, heads, queries or keys at which the error begins."""
     call, shape = subject.call, subject.call.shape
+    sizes: dict[str, tuple[int, Resized]]
+    if call.page_table is not None and call.seqused_k is not None:
+        if call.cu_seqlens_q is not None or call.attn_mask is not None:
+            return None
+        used = int(call.seqused_k[subject.place.batch])
+        return _too_large(subject, {"keys": (used, partial(_with_pages, subject))})
     if not can_be_gathered(call) or call.value_is_in_key:
         return None
-    sizes: dict[str, tuple[int, Resized]] = {
+    sizes = {
         "sequences": (shape.batch, partial(_with_sequences, subject)),
         "key heads": (shape.kv_heads, partial(_with_heads, subject)),
         "queries": (shape.q_len, partial(_with_queries, subject)),
         "keys": (shape.kv_len, partial(_with_keys, subject)),
     }
+    return _too_large(subject, sizes)
+
+
+def _too_large(subject: Subject, sizes: dict[str, tuple[int, Resized]]) -> Evidence | None:
     for name, (size, resized) in sizes.items():
         limit = _limit(subject, size, FEWEST_KEYS if name == "keys" else 1, resized)
         if limit is None:
@@ -96,6 +107,23 @@ def _with_keys(subject: Subject, number: int, others: bool) -> Score | None:
     call = subject.call
     keys = _indices(call.shape.kv_len, number, others, call.device)
     return subject.tried(gathered(call, keys=keys))
+
+
+def _with_pages(subject: Subject, number: int, others: bool) -> Score | None:
+    """Run the wrong sequence of a paged call with a number of keys, in pages that may repeat."""
+    call, place = subject.call, subject.place
+    assert call.page_table is not None
+    assert call.seqused_k is not None
+    size, of_sequence = call.key.shape[2], slice(place.batch, place.batch + 1)
+    used = math.ceil(int(call.seqused_k[place.batch]) / size)
+    index = _indices(used, math.ceil(number / size), others, call.device)
+    alone = replace(
+        call.with_tensors({"query": call.query[of_sequence]}),
+        page_table=call.page_table[of_sequence, :used][:, index.to(call.page_table.device)],
+        seqused_k=torch.full_like(call.seqused_k[of_sequence], number),
+        output=None,
+    )
+    return subject.tried(alone, place._replace(batch=0))
 
 
 def _with_queries(subject: Subject, number: int, others: bool) -> Score | None:

@@ -170,6 +170,8 @@ def _boolean_forms(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "the boolean mask is added to the scores, as 1 and 0", mask.to(torch.float32)
     inverted = (~mask).to(torch.float32)
     yield "the boolean mask is added to the scores inverted, as 0 and 1", inverted
+    first = torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
+    yield "the mask is read as a length: as many keys as it shows are read from the first on", first
 
 
 def _additive_forms(mask: Tensor) -> Iterator[tuple[str, Tensor]]:

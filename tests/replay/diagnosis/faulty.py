@@ -67,6 +67,7 @@ def in_head_1(query, key, value, **options):
 READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "ignored": lambda mask: None,
     "inverted": lambda mask: ~mask,
+    "length": lambda mask: torch.arange(mask.shape[-1]) < mask.sum(-1, keepdim=True),
     "added": lambda mask: mask.float(),
     "transposed": lambda mask: mask.mT,
     "shifted": lambda mask: mask.roll(1, -1),

@@ -24,6 +24,7 @@ from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call, settings
 from tests.replay.diagnosis import faulty
 from tests.replay.diagnosis.faulty import reading
+from tests.variant_calls import paged_call
 
 BFLOAT16 = torch.bfloat16
 SIZES: dict[str, Any] = {"batch": 2, "q_len": 40, "kv_len": 70}
@@ -161,6 +162,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "causal ignored": (faulty.without_options, call(is_causal=True), "mask-ignored"),
     "causal ignored by one query": (faulty.without_options, ONE_CAUSAL, "mask-ignored"),
     "inverted": (misreading("inverted"), call(attn_mask=MASK), "mask-misread"),
+    "length": (misreading("length"), call(attn_mask=MASK), "mask-misread"),
     "added": (misreading("added"), call(attn_mask=MASK), "mask-misread"),
     "multiplied": (faulty.multiplied, call(attn_mask=MASK), "mask-misread"),
     "shifted": (misreading("shifted"), call(attn_mask=MASK), "mask-misread"),
@@ -252,6 +254,17 @@ def test_no_experiment_explains_an_error_that_comes_and_goes(
     for seed in range(4):
         evidence = examined(faulty.racing(seed, share), made).evidence
         assert evidence is None or evidence.cause == "unknown"
+
+
+def test_limit_on_keys_in_pages_is_named() -> None:
+    def first_keys(query, key, value, *others, seqused_k, **options):
+        paged = {name: options[name] for name in ("page_table", "scale")}
+        made = AttentionCall(query, key, value, seqused_k=seqused_k.clamp(max=50), **paged)
+        return attention(made, torch.float32)
+
+    evidence = evidence_of(first_keys, paged_call([17, 140], 16))
+    assert evidence.cause == "too-large"
+    assert evidence.numbers["limit"] == 50
 
 
 def test_the_head_is_named() -> None:
