@@ -66,7 +66,7 @@ class Diagnoses:
     note: str = ""
     """Warning about how the recording was read; usually empty."""
     first_nonfinite: str = ""
-    """Where the recorded run's values stop being finite; empty if unknown."""
+    """Place at which values of the recorded run stop being finite; empty if unknown."""
     tell: Callable[[Diagnosis], None] = field(default=lambda diagnosis: None, repr=False)
     """Function that receives each diagnosis as it is made, before a replacement is known."""
 
