@@ -95,7 +95,7 @@ class KeptCalls:
         try:
             call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
         except InvalidCall as error:
-            self._invalid(error)
+            context.capture.add_invalid(error)
             self._seen.census.refuse(site, group.count, _INVALID)
             return
         if context.heads is not None:
@@ -143,27 +143,23 @@ class KeptCalls:
             self.failed(index, error)
 
     def failed(self, index: int, error: Exception) -> None:
-        """Register a call that could not be stored. The writer's thread calls this method too."""
+        """Register a call that could not be stored. The writer's threads call this method too.
+
+        Invalid calls are reported at the end, because threads write calls in any order.
+        """
         self._failed.append((index, error))
-        if isinstance(error, InvalidCall):
-            self._invalid(error)
-        else:
+        if not isinstance(error, InvalidCall):
             self._tell(
                 f"could not store a call in {self._context.target.directory}: {reason_of(error)}"
             )
-
-    def _invalid(self, error: InvalidCall) -> None:
-        capture = self._context.capture
-        known = len(capture.invalid_calls)
-        capture.add_invalid(error)
-        for problem in capture.invalid[known:]:
-            self._tell(problem)
 
     def give_up(self) -> None:
         """Forget the calls that are not written yet, and report their number as a problem."""
         writer = self.writer
         assert writer is not None
         self._forget_failed(writer)
+        for problem in self._context.capture.invalid:
+            self._tell(problem)
         given_up = [index for index in self._kept if index not in writer.completed]
         if given_up:
             self._tell(f"dropped {counted(len(given_up), 'call')}, not written yet")
@@ -178,9 +174,11 @@ class KeptCalls:
                 continue
             if not isinstance(error, InvalidCall):
                 self._counts.lost += 1
-            elif index in self._kept:
-                site, count, _ = self._kept[index]
-                self._seen.census.refuse(site, count, _INVALID)
+            else:
+                self._context.capture.add_invalid(error)
+                if index in self._kept:
+                    site, count, _ = self._kept[index]
+                    self._seen.census.refuse(site, count, _INVALID)
             self._forget(index)
 
     def _forget(self, index: int) -> None:

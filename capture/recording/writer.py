@@ -208,7 +208,8 @@ class Writer:
     @property
     def _is_busy(self) -> bool:
         """True if waiting calls will be written, which frees memory."""
-        return bool(self._waiting or self._writing)
+        is_alive = any(thread.is_alive() for thread in self._threads)
+        return is_alive and bool(self._waiting or self._writing)
 
     def _is_done(self, index: int) -> bool:
         return index not in self._waiting and index not in self._writing

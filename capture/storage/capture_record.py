@@ -73,7 +73,7 @@ class CaptureRecord:
         for known in self.invalid_calls:
             if (known["module"], known["reason"]) == (call.module, str(call)):
                 known["calls"] += 1
-                known["step"] = min(known["step"], call.step)  # calls arrive in any order
+                known["step"] = min(known["step"], call.step)  # calls are written in any order
                 return
         self.invalid_calls.append(
             {"module": call.module, "step": call.step, "reason": str(call), "calls": 1}
