@@ -250,6 +250,7 @@ def full_row() -> Row:
     return row(
         call=call_facts(
             backend="torch-flash",
+            pinned="torch-flash",
             step=2,
             call_index=7,
             mask=Mask("bool", (1, 1, 1, 64)),

@@ -52,6 +52,8 @@ class Arguments(NamedTuple):
     """Reason why the call cannot be an `AttentionCall` and is only counted; usually empty."""
     returns: str = ""
     """Results that the caller requests but no kernel returns, such as weights; usually empty."""
+    dropped: str = ""
+    """Sentence about an argument of the model that never reaches the kernel; usually empty."""
 
     @classmethod
     def of(
@@ -80,7 +82,7 @@ class Arguments(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """Return by name the arguments that are also fields of an `AttentionCall`."""
         fields = self._asdict()
-        for name in ("entry_point", "backend", "refusal", "returns"):
+        for name in ("entry_point", "backend", "refusal", "returns", "dropped"):
             del fields[name]
         return fields
 

@@ -32,12 +32,12 @@ def find_missed_attention(tracker: ModuleTracker, sampled: SampledStep) -> list[
     """Return the attention that no entry point has seen so far, by class."""
     watched = {each.path: each for each in tracker.watched}
     found: dict[str, list[tuple[str, int]]] = {}
-    for (path, operator), computations in [*sampled.found.items()]:
+    for (path, followed, operator), computations in [*sampled.found.items()]:
         if (each := watched.get(path)) is not None:
             kind = (
                 "TransformerEncoderLayer" if operator == FUSED_ENCODER else _class_name(each.module)
             )
-            runs = round(computations * max(each.forwards, 1))
+            runs = round(computations * max(watched[followed].forwards, 1))
             found.setdefault(kind, []).append((path, runs))
     return [
         MissedAttention(kind, sum(runs for _, runs in paths), len(paths), paths[0][0])

@@ -6,8 +6,7 @@ import contextlib
 import fnmatch
 import functools
 import threading
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from capture.hooks.attributes import attribute
+from capture.hooks.module_calls import replaced_calls, running_forward
 from capture.hooks.phases import RECOMPUTE, ModuleRole, in_backward, roles, takes_time_step
 from capture.hooks.step_clock import SchedulerCalls, StepCounter, scheduler_types
 
@@ -68,6 +68,8 @@ class RunningModules(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, CallSite]] = []
         """Each module and its site."""
+        self.unfollowed = ""
+        """Path of the module around the outermost one, if it ran as `.forward(...)`."""
 
 
 class ModuleTracker:
@@ -84,6 +86,8 @@ class ModuleTracker:
 
     def __init__(self, roots: Mapping[str, nn.Module], pipeline: Any = None) -> None:
         self._watched: dict[nn.Module, WatchedModule] = {}
+        self._by_id: dict[int, WatchedModule] = {}
+        """Modules that are tracked now, by their id and that of their dictionary of hooks."""
         for name, root in roots.items():
             root = _uncompiled(root)
             known = roles(root)
@@ -103,6 +107,8 @@ class ModuleTracker:
         """Receivers of the forward passes of outermost watched modules, in each thread."""
         self.tensors: list[TensorReceiver] = []
         """Receivers of the tensors that watched modules receive and return."""
+        self.unfollowed = ""
+        """Path of a module around attention whose passes as `.forward(...)` are not followed."""
         self._schedulers = SchedulerCalls(scheduler_types(pipeline))
         self.running = RunningModules()
 
@@ -117,9 +123,22 @@ class ModuleTracker:
 
     @property
     def site(self) -> CallSite:
-        """Current site of the calling thread."""
-        stack = self.running.stack
-        return stack[-1][1] if stack else outside()
+        """Current site of the calling thread; its module may run as `module.forward(...)`."""
+        running = self.running
+        stack = running.stack
+        site = stack[-1][1] if stack else outside()
+        watched = running_forward(self._find)
+        if watched is not None and watched.path != site.module:
+            site = site._replace(module=watched.path)
+        if unfollowed := running.unfollowed if stack else site.module:
+            self.unfollowed = unfollowed
+        return site
+
+    @property
+    def module(self) -> nn.Module | None:
+        """Module of the current site; None outside all watched modules."""
+        watched = running_forward(self._find)
+        return None if watched is None else watched.module
 
     @property
     def may_have_run(self) -> bool:
@@ -138,17 +157,15 @@ class ModuleTracker:
         the end of a pass that Ctrl-C interrupts or that outlasts the block, and would keep
         `TransformerEncoderLayer` from its fused path, which computes other bits.
         """
-        known = {id(module): watched for module, watched in self._watched.items()}
-        # A replica of DataParallel shares the dictionary of hooks with its original.
-        known |= {id(each._forward_hooks): watched for each, watched in self._watched.items()}
+        for module, watched in self._watched.items():
+            self._by_id[id(module)] = self._by_id[id(module._forward_hooks)] = watched
 
         def follow(call: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(call)
             def followed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
                 if is_compiling():  # checked first, because the code below cannot be traced
                     return call(module, *args, **kwargs)
-                original = module._forward_hooks if "_is_replica" in vars(module) else module
-                watched = known.get(id(original))
+                watched = self._find(module)
                 if watched is None:
                     return call(module, *args, **kwargs)
                 stack = self.running.stack
@@ -167,11 +184,16 @@ class ModuleTracker:
 
             return followed
 
-        with _replaced_calls(self._watched, follow), self._schedulers.count():
+        with replaced_calls(self._watched, follow), self._schedulers.count():
             try:
                 yield
             finally:
-                known.clear()
+                self._by_id.clear()
+
+    def _find(self, module: nn.Module) -> WatchedModule | None:
+        # A replica of DataParallel shares the dictionary of hooks with its original.
+        original = module._forward_hooks if "_is_replica" in vars(module) else module
+        return self._by_id.get(id(original))
 
     def _enter(
         self,
@@ -203,46 +225,12 @@ class ModuleTracker:
             watched.site = site
         stack.append((module, site))
         if outer is None:
+            caller = None if watched.role else running_forward(self._find)
+            self.running.unfollowed = caller.path if caller and caller.role else ""
             for receiver in self.tensors:
                 receiver.inputs(site, args, kwargs)
             for each in self.outermost:
                 each.enter(watched, site)
-
-
-@contextlib.contextmanager
-def _replaced_calls(
-    modules: Iterable[nn.Module], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace `nn.Module._call_impl` until the exit.
-
-    Args:
-        modules: modules whose copy of the method, made by `Module.compile`, is replaced too.
-        replace: function that returns the replacement of the method.
-    """
-    # Dynamo saves the method at its import, which must therefore precede the replacement.
-    from torch._dynamo.eval_frame import skip_code
-
-    call = nn.Module._call_impl
-    replacement = replace(call)
-    # A module that `Module.compile` compiles meanwhile keeps the replacement. Without this line,
-    # Dynamo would compile the replacement too, and not only `forward`.
-    skip_code(replacement.__code__)
-    compiled = {
-        module: own
-        for module in modules
-        if (own := vars(module).get("_compiled_call_impl")) is not None
-    }
-    try:
-        setattr(nn.Module, "_call_impl", replacement)  # noqa: B010 - mypy forbids the assignment
-        for module in compiled:
-            vars(module)["_compiled_call_impl"] = types.MethodType(replacement, module)
-        yield
-    finally:
-        if nn.Module._call_impl is replacement:
-            setattr(nn.Module, "_call_impl", call)  # noqa: B010
-        for module, own in compiled.items():
-            if getattr(vars(module)["_compiled_call_impl"], "__func__", None) is replacement:
-                vars(module)["_compiled_call_impl"] = own
 
 
 def outside() -> CallSite:

@@ -15,7 +15,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,17 @@ _KINDS = {
 }
 
 
+class Place(NamedTuple):
+    """Place of attention that was missed."""
+
+    module: str
+    """Path of the module."""
+    followed: str
+    """Path of the innermost module whose passes are counted; another one after `.forward()`."""
+    operator: str
+    """`FUSED_ENCODER`, or empty for all other operators."""
+
+
 class SampledStep:
     """Watches the first forward pass of each outermost module in each phase.
 
@@ -54,11 +65,8 @@ class SampledStep:
     """
 
     def __init__(self, tracker: ModuleTracker) -> None:
-        self.found: dict[tuple[str, str], float] = {}
-        """Attention computations for each forward pass of a module, by path and operator.
-
-        The operator is `FUSED_ENCODER`, or empty for all others.
-        """
+        self.found: dict[Place, float] = {}
+        """Attention computations for each followed pass. The operator is empty for most."""
         self._tracker = tracker
         self._sampled: set[tuple[str, str]] = set()
         self._thread = threading.local()
@@ -73,7 +81,7 @@ class SampledStep:
         if not torch.is_grad_enabled():  # so that weights are cast where the mode sees it
             torch.clear_autocast_cache()
         before = {each.path: each.forwards for each in self._tracker.watched}
-        mode = _Operations(watched.module, lambda: self._tracker.site.module)
+        mode = _Operations(watched.module, self._place)
         _let_subclasses_be_made(+1)
         self._thread.mode, self._thread.before = mode, before
         _push_mode(mode)
@@ -88,11 +96,15 @@ class SampledStep:
         _let_subclasses_be_made(-1)
         mode.release()
         forwards = {each.path: each.forwards for each in self._tracker.watched}
-        for (path, operator), computations in mode.found.items():
-            passes = forwards.get(path, 0) - self._thread.before.get(path, 0)
+        for place, computations in mode.found.items():
+            passes = forwards.get(place.followed, 0) - self._thread.before.get(place.followed, 0)
             found = computations / max(passes, 1)
-            key = path, operator if operator == FUSED_ENCODER else ""
-            self.found[key] = max(found, self.found.get(key, 0.0))
+            self.found[place] = max(found, self.found.get(place, 0.0))
+
+    def _place(self, operator: str) -> Place:
+        followed = self._tracker.running.stack[-1][1].module
+        is_named = operator == FUSED_ENCODER
+        return Place(self._tracker.site.module, followed, operator if is_named else "")
 
 
 class _Operations(TorchDispatchMode):
@@ -103,10 +115,10 @@ class _Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, module: nn.Module, site: Callable[[], str]) -> None:
+    def __init__(self, module: nn.Module, place: Callable[[str], Place]) -> None:
         super().__init__()
-        self.found: Counter[tuple[str, str]] = Counter()
-        self._site = site
+        self.found: Counter[Place] = Counter()
+        self._place = place
         with torch.inference_mode():
             self._inference_keys = (
                 torch._C._dispatch_tls_local_include_set(),
@@ -149,7 +161,7 @@ class _Operations(TorchDispatchMode):
     def _mark(self, kind: str, func: Any, given: list[Tensor], outputs: list[Tensor]) -> None:
         mark = None
         if kind == "attention":
-            self.found[self._site(), _name(func)] += 1
+            self.found[self._place(_name(func))] += 1
         elif kind in ("sum", "product"):
             factors = given[1:3] if kind == "sum" else given
             marks = [self._get(tensor) for tensor in factors[:2]]
@@ -157,7 +169,7 @@ class _Operations(TorchDispatchMode):
                 mark = _SCORE
                 if _WEIGHT in marks:
                     mark = None
-                    self.found[self._site(), ""] += 1
+                    self.found[self._place("")] += 1
         elif kind != "reset":
             marks = [self._get(tensor) for tensor in given if tensor.is_floating_point()]
             if kind == "softmax":

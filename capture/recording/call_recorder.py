@@ -14,7 +14,7 @@ from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.first_nonfinite import FirstNonfinite
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
-from capture.hooks.modules import CallSite, outside
+from capture.hooks.modules import CallSite
 from capture.recording.call_builder import has_symbolic_sizes, is_transformed
 from capture.recording.context import RecordingContext
 from capture.recording.kept_calls import KeptCalls
@@ -58,7 +58,7 @@ class CallRecorder:
         calls need no lock, because the GIL is not released within `+= 1`, and because a call that
         the sampler refused stays refused until the sampler changes.
         """
-        groups, running = self.seen.groups, self._context.tracker.running
+        groups, tracker = self.seen.groups, self._context.tracker
         sampler, next_index = self._context.sampler, self._next_index
         count_visit = self.seen.visit if self._context.rank is not None else None
         is_tracing, nonfinite = torch._C._is_tracing, self._nonfinite
@@ -83,8 +83,7 @@ class CallRecorder:
                 self._context.counts.traced += 1
                 return
             try:
-                stack = running.stack
-                site = stack[-1][1] if stack else outside()
+                site = tracker.site
                 module, step, phase, _ = site
                 if nonfinite.is_watching:
                     nonfinite.attention(site, query, key, value, attn_mask, output)
@@ -189,7 +188,7 @@ class CallRecorder:
                 arguments.sinks is None,
                 arguments.seqused_k is None,
                 arguments[5:8],
-                *arguments[-5:],
+                *arguments[-6:],
                 type(arguments.query),
                 is_transformed(arguments.query),
             )

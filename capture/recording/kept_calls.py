@@ -87,8 +87,8 @@ class KeptCalls:
             self._seen.census.refuse(site, group.count, reason)
             return
         if part is None:
-            stack = context.tracker.running.stack
-            part = WHOLE if context.rank is None else of_weights(stack[-1][0], *arguments[:2])
+            module = None if context.rank is None else context.tracker.module
+            part = WHOLE if module is None else of_weights(module, *arguments[:2])
         if context.heads is not None:
             part = WHOLE  # a part that lacks heads cannot be joined with other parts
         output = result if context.keeps_output else None
@@ -98,6 +98,8 @@ class KeptCalls:
             context.capture.add_invalid(error)
             self._seen.census.refuse(site, group.count, _INVALID)
             return
+        if arguments.dropped:
+            context.capture.add_invalid(InvalidCall(arguments.dropped, site.module, site.step))
         if context.heads is not None:
             kv_heads = kv_heads_of(context.heads, call.shape.q_heads, call.shape.kv_heads)
             if kv_heads is None:

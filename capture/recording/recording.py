@@ -230,8 +230,14 @@ class Recording:
             if not (summary.refused or summary.missed):  # whose time is not known
                 self.capture.attention_share = self._attention_share.share()
             self.capture.first_nonfinite = self._first_nonfinite.end()
-            self.may_have_run = self._context.tracker.may_have_run
-            self._context.tracker.forget()
+            tracker = self._context.tracker
+            self.may_have_run = tracker.may_have_run
+            if tracker.unfollowed:
+                self.tell(
+                    f"{tracker.unfollowed} was called as `.forward(...)`, which counts no steps "
+                    "and decides no phase, so a plan may not apply: call the model as `model(...)`"
+                )
+            tracker.forget()
             self.capture.missed_attention = [*map(asdict, self._missed_attention)]
             for problem in self._target.end(self.capture):
                 self.tell(problem)

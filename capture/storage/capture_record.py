@@ -47,7 +47,8 @@ class CaptureRecord:
     """Attention that is not in the census (`capture.hooks.missed_attention`)."""
 
     invalid_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Sampled calls that are not stored because the model passed invalid lengths or pages.
+    """Sampled calls that are not stored because the model passed invalid lengths or pages, and
+    stored calls with an argument that never reached the kernel.
 
     Each entry has `module`, `reason`, the `step` of the first such call, and the number of `calls`.
     """

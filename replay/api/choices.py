@@ -80,7 +80,6 @@ class MeasureChoice:
             Error: a file cannot be read.
         """
         from replay.bench.settings import Settings
-        from replay.end_to_end.model_process import OWN
 
         self.check(device.type)
         is_gpu = device.type == "cuda"
@@ -94,7 +93,7 @@ class MeasureChoice:
             calls_before=calls_before,
             max_seconds=self.max_seconds or (SECONDS if is_gpu else CPU_SECONDS),
             seed=self.seed,
-            baseline=self.baseline or (OWN if self.for_model else None),
+            baseline=self.baseline,
             errors_against=self.errors_against,
             compare_stats="stats" in self.metrics,
             for_model=self.for_model,

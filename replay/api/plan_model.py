@@ -27,7 +27,8 @@ class Choice(NamedTuple):
     uniform: list[Uniform]
     """Results of using each kernel at every layer; the baseline comes first."""
     shortfall: str
-    """Sentence about attention that the recording missed; empty if it missed none."""
+    """Sentence about attention that the recording missed, or that was not timed as the model ran
+    it; empty if there is none."""
 
 
 def plan(
@@ -77,6 +78,7 @@ def choose_plan(
     from replay.end_to_end.census_check import shortfall
     from replay.end_to_end.model_process import OWN
     from replay.kernels.registry import KernelNameError, find
+    from replay.plan.call_matching import RowsByCall
     from replay.plan.choose import choose, uniform
     from replay.plan.plan import parse_budget
 
@@ -89,4 +91,8 @@ def choose_plan(
         except KernelNameError:  # rows from another machine may name a kernel only it has
             continue
     chosen = choose(rows, capture.census, limit, OWN, exclusive)
-    return Choice(chosen, uniform(rows, capture.census, limit, OWN), shortfall(capture))
+    sentences = [shortfall(capture)]
+    if unknown := RowsByCall(rows, OWN).unknown_own:
+        sentences.append(f"{unknown}; there, saved times are relative to {OWN}")
+    each = uniform(rows, capture.census, limit, OWN)
+    return Choice(chosen, each, "; ".join(filter(None, sentences)))

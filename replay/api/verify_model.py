@@ -255,6 +255,7 @@ def _variants(
 
     groups: dict[tuple[str, str], list[Variant]] = {(HERE, ""): []}
     failed = []
+    is_sdpa = all(row.call.road == "sdpa" for row in rows)
     for environment, kernels in assigned.items():
         path: tuple[str, ...] = ()
         refused = ""
@@ -272,7 +273,7 @@ def _variants(
                 if (row.environment, row.kernel) == (environment, kernel.name)
                 and row.status not in ("unavailable", "unsupported")
             ]
-            if not own_rows or kernel.name == OWN:
+            if not own_rows or (kernel.name == OWN and is_sdpa):
                 continue
             name = str(own_rows[0].id)
             if all(row.status in ("crash", "timeout", "error") for row in own_rows):

@@ -202,9 +202,9 @@ def _baseline(
     """Return the name of the kernel to compare with: the function that the model called.
 
     The baseline is usually plain SDPA, whatever backend PyTorch chose during the recording. If the
-    model had switched backends off and PyTorch now chooses another one, the baseline is the
-    recorded backend, if it can run. For calls with features beyond SDPA, the baseline is the first
-    of the recorded function and `BEYOND_SDPA` that can run.
+    model chose the kernel itself (`_pinned`), the baseline is that kernel, if it can run. For calls
+    with features beyond SDPA, the baseline is the first of the recorded function and `BEYOND_SDPA`
+    that can run.
     """
     if settings.baseline is not None or options.process or options.environment != HERE:
         return settings.baseline or ""
@@ -214,13 +214,21 @@ def _baseline(
         known = [kernel for name in asked if (kernel := catalogue().get(name))]
         able = (kernel.name for kernel in known if not refusal(kernel, call, settings.device))
         return next(able, DEFAULT_BASELINE)
-    if not origin.disabled_backends or chosen_backend(call) == origin.backend:
-        return DEFAULT_BASELINE
-    kernel = catalogue().get(origin.backend)
-    if kernel is None or kernel.name in options.excluded:
+    kernel = catalogue().get(_pinned(call))
+    if kernel is None or not options.has(kernel):
         return DEFAULT_BASELINE
     report(kernel.name)
     return DEFAULT_BASELINE if refusal(kernel, call, settings.device) else kernel.name
+
+
+def _pinned(call: AttentionCall) -> str:
+    """Return the kernel that the model chose itself; empty if plain SDPA runs the same one here."""
+    origin = call.origin
+    if origin.entry_point != "sdpa":
+        return origin.backend
+    is_torchs = origin.backend in ("", *BACKENDS.values())
+    is_free = not origin.disabled_backends or chosen_backend(call) == origin.backend
+    return "" if is_torchs and is_free else origin.backend
 
 
 def _other_choice(call: AttentionCall) -> tuple[str, ...]:
@@ -333,6 +341,7 @@ def _facts(workload: Workload, forms: Forms) -> CallFacts:
         module=origin.module,
         phase=origin.phase,
         backend=origin.backend,
+        pinned=_pinned(call),
         step=origin.step,
         call_index=origin.call_index,
         shape=call.shape,

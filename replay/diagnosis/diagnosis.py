@@ -10,6 +10,7 @@ from typing import Any
 from capture.call.attention_call import Origin
 from replay.diagnosis.modes import Mode
 from replay.diagnosis.subject import Cause, Evidence
+from replay.kernels.failures import without_numbers
 
 REMEDIES: dict[str, str] = {
     "overflow": "a kernel that accumulates QKᵀ and PV in float32 and keeps values in their format",
@@ -109,7 +110,7 @@ def diagnosed(call: str, kernel: str, origin: Origin, evidence: Evidence) -> Dia
 
 def way_to_fail(diagnosis: Diagnosis) -> tuple[str, str, str]:
     """Return what calls that fail alike share: kernel, cause, and sentence without numbers."""
-    return diagnosis.kernel, diagnosis.cause, re.sub(r"[\d.,×e+-]+", "#", diagnosis.sentence)
+    return diagnosis.kernel, diagnosis.cause, without_numbers(diagnosis.sentence)
 
 
 def layer_index(module: str) -> int | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,11 +16,12 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel
 from replay.diagnosis.captured import CAPTURED, examine_captured
 from replay.diagnosis.derived import HeadRows
+from replay.diagnosis.experiments import Hypothesis, first_evidence
 from replay.diagnosis.hypotheses.head_dims import head_dim
 from replay.diagnosis.hypotheses.lengths import odd_length
 from replay.diagnosis.hypotheses.limits import too_large
 from replay.diagnosis.hypotheses.magnitudes import outlier_channel, overflow
-from replay.diagnosis.hypotheses.memory import flickering, flickers, unwritten, zeroed
+from replay.diagnosis.hypotheses.memory import flickering, unwritten, zeroed
 from replay.diagnosis.hypotheses.memory_layout import layout
 from replay.diagnosis.hypotheses.nonfinite import nonfinite_hidden, nonfinite_input
 from replay.diagnosis.hypotheses.order import late_sink
@@ -30,24 +29,15 @@ from replay.diagnosis.hypotheses.others import kv_heads, of_other_sequences
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.hypotheses.strides import strides
-from replay.diagnosis.poison import poisoned
-from replay.diagnosis.subject import (
-    Evidence,
-    Flickers,
-    Hypothesis,
-    KernelRunner,
-    Subject,
-    row_shares,
-)
+from replay.diagnosis.kernel_runner import runner
+from replay.diagnosis.raising import cause_of_exception
+from replay.diagnosis.subject import Evidence, KernelRunner, Subject, heads_of, row_shares
 from replay.isolation.in_process import InProcessJudge
-from replay.isolation.inputs import Inputs, aliases
+from replay.isolation.inputs import Inputs
 from replay.isolation.judge import Judged
-from replay.isolation.output_form import malformed
 from replay.isolation.process_state import ProcessState
-from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
 from replay.rows.errors_of_output import AccuracyClass
-from replay.timing.gpu_state import gpu_is_lost
 
 AS_RECORDED: tuple[Hypothesis, ...] = (unwritten, flickering, strides)
 """Hypotheses about the call as it was recorded; these causes make other experiments meaningless."""
@@ -104,9 +94,12 @@ def examine(
     if status in HARMLESS:
         return Examined(refused=reason)
     if status not in ("ok", "inaccurate", "not-timed"):
-        return Examined(failure(status, reason))
+        found = None
+        if status == "error" and forms.form(kernel, settings.device).refused is None:
+            found = cause_of_exception(checked, settings, process_state)
+        return Examined(found or failure(status, reason))
     kernel = checked.kernel
-    run_on = _runner(kernel, settings, process_state)
+    run_on = runner(kernel, settings, process_state)
     # Changed inputs would spoil every later experiment, so this error is reported first.
     if checked.changed_inputs:
         names = checked.changed_inputs
@@ -136,29 +129,8 @@ def examine(
 
 
 def _cause(subject: Subject, expected: Expected, checked: CheckedKernel) -> Evidence:
-    """Test the hypotheses, and return the first evidence."""
-    untested: dict[str, str] = {}
-
-    def tested(hypotheses: Sequence[Hypothesis]) -> Evidence | None:
-        for hypothesis in hypotheses:
-            try:
-                evidence = hypothesis(subject)
-            except (RuntimeError, MemoryError) as error:  # a larger call may not fit into memory
-                untested[hypothesis.__name__] = classify(error).reason
-                continue
-            if evidence is not None:
-                return evidence
-        return None
-
-    try:
-        evidence = tested(AS_RECORDED)
-        if evidence is None:
-            # Derived tensors are dense, so an experiment would otherwise change strides too.
-            if subject.loose:
-                subject = subject.with_call(subject.in_dense_memory(), expected)
-            evidence = tested(HYPOTHESES)
-    except Flickers as error:
-        evidence = flickers(subject, error.score)
+    """Return the evidence for the first cause that an experiment confirms."""
+    evidence, untested = first_evidence(subject, expected, AS_RECORDED, HYPOTHESES)
     if evidence is None:
         evidence = _unknown(subject, expected, checked)
     if untested:
@@ -193,25 +165,6 @@ class _Keeping(InProcessJudge):
         return super().judge(kernel, accuracy_class, output, *others, **options)
 
 
-def _runner(kernel: Kernel, settings: Settings, process_state: ProcessState) -> KernelRunner:
-    def run(call: AttentionCall, poison: float | None = None) -> Tensor | None:
-        if kernel.refuses(call):
-            return None
-        try:
-            with contextlib.nullcontext() if poison is None else poisoned(poison):
-                output = kernel.attention(**aliases(call))
-        except Exception as error:
-            finding = classify(error)
-            if gpu_is_lost(settings.device):
-                raise ContextLost(finding.reason) from error
-            return None
-        finally:
-            process_state.restore(kernel.name)
-        return None if malformed(output, call) else output
-
-    return run
-
-
 def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None:
     """Find the first head whose inputs the kernel changes in another run, and the changed rows."""
     given = call.to(call.device)
@@ -242,8 +195,7 @@ def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Ev
     where = "no single row is far off, but all rows together are too inexact"
     if numbers["wrong_rows"]:
         where = (
-            f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in "
-            f"{numbers['wrong_heads']} of {numbers['heads']} heads"
+            f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in {heads_of(wrong)}"
         )
     if rows:
         which = f"query {rows[0]}" if len(rows) == 1 else f"queries {rows[0]} to {rows[-1]}"

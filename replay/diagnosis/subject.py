@@ -147,6 +147,8 @@ class Subject:
     """Function that returns the keys a sparse kernel attends to."""
     sentence: str = ""
     """The judge's sentence about the error."""
+    fault: str = "is wrong"
+    """Verb phrase for what the kernel does on the call."""
 
     @classmethod
     def of(
@@ -257,15 +259,20 @@ class Subject:
             dense["value"] = dense["key"][..., : self.call.value.shape[-1]]
         return self.call.with_tensors(dense)
 
-    def with_call(self, call: AttentionCall, expected: Expected) -> Subject:
+    def with_call(self, call: AttentionCall, expected: Expected | None) -> Subject:
         """Return the subject of another form of the call, which has the same reference.
 
         Later experiments then differ from this form in one property. If the kernel refuses the
         form, the subject stays as it is.
+
+        Args:
+            expected: right output, which tells the worst rows; None to keep the rows.
         """
         output = self.run(call)
         if output is None:
             return self
+        if expected is None:
+            return replace(self, call=call, output=output)
         return Subject.of(
             call,
             output,
@@ -302,9 +309,6 @@ class Subject:
         return Score(False, error / size if size and math.isfinite(error) else math.inf)
 
 
-Hypothesis = Callable[[Subject], "Evidence | None"]
-
-
 def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> HeadRows:
     """Return the head with the worst row, and its rows with the largest errors, in index order."""
     shares = row_shares(output, expected, accuracy_class)
@@ -328,6 +332,22 @@ def _some(rows: Tensor, most: int) -> Tensor:
         return rows
     even = torch.linspace(most // 2, len(rows) - 1, most - most // 2).long()
     return torch.cat([rows[: most // 2], rows[even.to(rows.device)]])
+
+
+def heads_of(rows: Tensor) -> str:
+    """Name the heads that have any of the given rows: (B, Hq, Sq) bool.
+
+    The result is like `3 of 8 heads`; with several sequences, it also tells these from heads.
+    """
+    by_head = rows.any(dim=2)
+    batch, heads = by_head.shape
+    sequences = by_head.any(dim=1).nonzero().flatten().tolist()
+    count = int(by_head.sum())
+    if batch == 1:
+        return f"{count} of {heads} heads"
+    if len(sequences) == 1:
+        return f"{count} of {heads} heads of sequence {sequences[0]} alone, of {batch} sequences"
+    return f"{count} of {batch * heads} heads ({batch} sequences of {heads} heads)"
 
 
 def row_shares(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> Tensor:

@@ -42,7 +42,8 @@ class CallTotals:
                 self.not_recorded[counted.module, counted.phase] += counted.calls
             for call, share in counted.shares.items():
                 self.represented[call] += counted.calls * share
-            if kernel != cost_model.baseline:
+            is_plain = kernel == KernelId(cost_model.replayed.plain)
+            if not is_plain or not all(map(cost_model.replayed.is_sdpa, counted.shares)):
                 self._swap(counted, kernel, cost_model)
             elif counted.shares:
                 own += counted.calls
@@ -84,7 +85,6 @@ class CostModel:
     """Time of calls with each kernel."""
 
     replayed: RowsByCall
-    baseline: KernelId
     seed: int
     phases: Mapping[str, Clocked]
 
@@ -98,7 +98,7 @@ class CostModel:
         return sum(
             count * time.p50 / 1000
             for call, count in represented.items()
-            if (time := _time(self.replayed.row(call, self.baseline))) is not None
+            if (time := _time(self.replayed.own_row(call))) is not None
         )
 
     def swapped_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> float:
@@ -162,7 +162,7 @@ class CostModel:
                 continue
             # The call with the largest total is used, because its scatter moves the prediction
             # most.
-            for time in (row.time_ms, _time(self.replayed.row(call, self.baseline))):
+            for time in (row.time_ms, _time(self.replayed.own_row(call))):
                 if time is not None and count * time.p50 > costliest:
                     costliest, scatter = count * time.p50, time.p90 / time.p10
             if row.core_time_ms is not None:
@@ -201,8 +201,8 @@ class CostModel:
 
     def _baseline_row(self, call: str, kernel: KernelId) -> Row | None:
         """Return the baseline's row in the kernel's environment; by default, in this one."""
-        row = self.replayed.row(call, self.baseline._replace(environment=kernel.environment))
-        return row if _time(row) is not None else self.replayed.row(call, self.baseline)
+        row = self.replayed.own_row(call, kernel.environment)
+        return row if _time(row) is not None else self.replayed.own_row(call)
 
 
 def _time(row: Row | None) -> TimeSummary | None:

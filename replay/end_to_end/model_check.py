@@ -294,9 +294,7 @@ def _checked(
     if mismatch:
         return checked
     try:
-        checked.prediction = predict(
-            capture.census, rows, choose, KernelId(OWN), *_clocked(own), seed=seed
-        )
+        checked.prediction = predict(capture.census, rows, choose, OWN, *_clocked(own), seed=seed)
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked

@@ -20,7 +20,7 @@ from replay.workers.process import CannotStart, Died, Process
 T = TypeVar("T")
 
 OWN = "torch-default"
-"""Kernel that stands for the model's own attention: SDPA, which chooses its backend."""
+"""Kernel that stands for the model's own attention where the model calls plain SDPA."""
 
 BUILDING_SECONDS = 1800.0
 """Seconds without a message after which building is abandoned; weights may be on a slow disk."""
@@ -51,7 +51,7 @@ class Variant:
     name: str
     """Name in the table."""
     kernel: str | None = None
-    """Name of a registered kernel, or `file.py:function`."""
+    """Name of a registered kernel, or `file.py:function`; None for the model's own attention."""
     plan: Path | None = None
     trust_code: bool = False
     """True if code files named by the plan may run."""
@@ -68,8 +68,9 @@ class Variant:
         return KernelId(self.kernel or "", self.environment)
 
 
-BASELINE = Variant("the model's own", OWN)
-"""Variant that runs through the same hook as the kernels, so that both sides include its cost."""
+BASELINE = Variant("the model's own")
+"""Variant that changes no call. It runs through the same hook as the kernels, so that both sides
+include its cost."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class ModelRun:
     times: RunTimes
     hits: int
     own_calls: int
-    """Calls that `OWN` handled: all calls of the baseline, or those a plan assigns to `OWN`."""
+    """All calls of the baseline, or those a plan assigns to `OWN`."""
     fallbacks: dict[str, int]
     """Calls that fell back to the model's own attention, by reason."""
     copies: int

@@ -24,7 +24,7 @@ from replay.end_to_end.saved_outputs import keep
 from replay.kernels.failures import classify
 from replay.patch.call_counts import Swap
 from replay.patch.call_dispatcher import Around
-from replay.patch.use_kernel import use_kernel, use_plan
+from replay.patch.use_kernel import use_kernel, use_own, use_plan
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
 from replay.workers.worker import Hear, Say
 
@@ -95,7 +95,7 @@ def _run(runnable: Any, request: dict[str, Any], say: Say) -> None:
     say(
         ran={
             "times": asdict(times),
-            "swap": _counts(swap),
+            "swap": _counts(swap, request),
             "peak_bytes": peak,
             "gpu": None if state is None else asdict(state),
         }
@@ -105,7 +105,8 @@ def _run(runnable: Any, request: dict[str, Any], say: Say) -> None:
 def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> None:
     """Write the outputs to files; a language model also reads the text, with the kernel in place.
 
-    The text is skipped if the kernel handles none of its calls, as with a kernel for decoding.
+    The text is skipped if the kernel handles none of its calls, as with a kernel for decoding. The
+    model's own attention handles every call.
     """
     language = runnable.language
     tensors = dict(runnable.outputs(result).tensors)
@@ -113,7 +114,7 @@ def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> No
         ids = language.encode(request["text"])
         before = swap.hits
         logits = language.score(ids)
-        if swap.hits > before:
+        if swap.hits > before or not swap.kernels:
             tensors |= {"text_ids": ids, "text_logits": logits}
     save_file(tensors, Path(request["keep"]))
     if request["save"] is not None:
@@ -129,17 +130,23 @@ def _swapped(
         # The plan's device was checked before the model was built.
         allowed = {"any_device": True, "trust_code": request["trust_code"]}
         return use_plan(request["plan"], runnable.roots, **allowed, around=around)
+    if request["kernel"] is None:
+        return use_own(around)
     return use_kernel(request["kernel"], every_thread=True, around=around)
 
 
-def _counts(swap: Swap) -> dict[str, Any]:
+def _counts(swap: Swap, request: dict[str, Any]) -> dict[str, Any]:
     """Return the counts, named as in `replay.end_to_end.model_process.ModelRun`."""
-    own = swap.kernels.get(OWN)
-    own_calls = 0 if own is None else own.hits
+    hits, own_calls, fallbacks = swap.hits, 0, dict(swap.fallbacks)
+    if request["plan"] is not None and OWN in swap.kernels:
+        own_calls = swap.kernels[OWN].hits
+        hits -= own_calls
+    elif not swap.kernels:
+        own_calls, fallbacks = swap.not_planned, {}
     return {
-        "hits": swap.hits - own_calls,
+        "hits": hits,
         "own_calls": own_calls,
-        "fallbacks": dict(swap.fallbacks),
+        "fallbacks": fallbacks,
         "copies": swap.layout_copies,
         "missing": swap.missing,
     }

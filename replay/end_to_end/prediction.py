@@ -60,7 +60,7 @@ def predict(
     census: Mapping[str, Any],
     rows: Iterable[Row],
     kernel_at: KernelAt,
-    baseline: KernelId,
+    plain: str,
     run: Clocked,
     phases: Mapping[str, Clocked],
     *,
@@ -77,23 +77,27 @@ def predict(
             compared with the baseline in that environment, if the replay includes it.
         kernel_at: the kernel of each module, phase and key length (`everywhere` for the same
             kernel at all modules).
-        baseline: the kernel that the model itself uses.
-        run: one full run with the baseline.
-        phases: one forward of each measured phase with the baseline.
+        plain: the kernel of plain SDPA, which stands for the model's own attention where the model
+            did not choose a kernel itself (`CallFacts.pinned`).
+        run: one full run with the model's own attention.
+        phases: one forward of each measured phase with the model's own attention.
         seed: seed of the bootstrap.
 
     Raises:
         CensusError: the census is empty.
-        ValueError: the baseline was timed on none of the calls, or a phase has no times.
+        ValueError: the model's own attention has no time on one of the calls that the model made
+            with a kernel of its choice, or on all calls; or a phase has no times.
     """
-    replayed = RowsByCall(rows)
-    calls = replayed.timed(baseline)
+    replayed = RowsByCall(rows, plain)
+    if unknown := replayed.unknown_own:
+        raise ValueError(unknown)
+    calls = replayed.timed()
     if not calls:
-        raise ValueError(f"{baseline} was timed on none of the replayed calls")
+        raise ValueError(f"{plain} was timed on none of the replayed calls")
     chosen = [
         (each, kernel_at(each.module, each.phase, each.kv_len)) for each in match(census, calls)
     ]
-    cost_model = CostModel(replayed, baseline, seed, phases)
+    cost_model = CostModel(replayed, seed, phases)
     predicted = {}
     for phase, clocked in phases.items():
         of_phase = [each for each in chosen if each[0].phase == phase]

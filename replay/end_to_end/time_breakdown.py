@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
 from replay.end_to_end.predicted_times import RUN, PredictedTime
+from replay.rows.row import Speedup
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -48,8 +49,13 @@ class TimeBreakdown:
     less_in_model: float | None
     """Saving in the replay that does not appear in the model; None if attention was not timed in
     the model, or if the host's launches determine the time."""
-    after: float
-    """Measured time with the kernel."""
+    speedup: Speedup
+    """Measured speed-up, over adjacent runs of the model's own attention."""
+
+    @property
+    def after(self) -> float:
+        """Time with the kernel at the speed of the machine that `before` was measured at."""
+        return self.before / self.speedup.ratio
 
     @property
     def alone(self) -> float:
@@ -86,7 +92,7 @@ def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None:
         return f"nothing was predicted: {checked.unpredicted}"
-    if measured is None:
+    if measured is None or measured.speedup is None:
         return "it was not measured"
     if predicted.saved_seconds is None or predicted.swapped_seconds is None:
         return f"nothing was predicted: {predicted.reason}"
@@ -108,7 +114,7 @@ def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
         preparation=preparation,
         launches=predicted.saved_seconds - (before - predicted.new_seconds.value),
         less_in_model=_less_in_model(checked, predicted, span),
-        after=measured.ms.p50 / 1000,
+        speedup=measured.speedup,
     )
 
 

@@ -63,6 +63,11 @@ def classify(error: BaseException) -> Finding:
     return Finding("error", f"{type(error).__name__}: {text}{place}")
 
 
+def without_numbers(sentence: str) -> str:
+    """Return a sentence with `#` for each number, to compare sentences about different calls."""
+    return re.sub(r"0x[\da-f]+|-?\d[\d.,×e+-]*", "#", sentence)
+
+
 def _place(error: BaseException) -> tuple[str, bool]:
     """Return the line in a user's kernel where an error passed, and whether that line raised it."""
     place, is_own = "", False

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.entry_points.wrapper import tracing_reported
 from capture.hooks.interceptor import Arguments, intercept
-from replay.kernels.registry import KernelNameError, find
+from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.call_counts import CallCounts, Swap
 from replay.patch.call_dispatcher import Around, CallDispatcher
 from replay.patch.custom_op import answering, calling_operator
@@ -168,6 +168,24 @@ def use_plan(
 
 
 @contextlib.contextmanager
+def use_own(around: Around = contextlib.nullcontext) -> Iterator[Swap]:
+    """Leave every attention call to the model, behind the hook of `use_kernel`.
+
+    Args:
+        around: a context manager to enter for each call.
+
+    Yields:
+        A `Swap`, which counts all calls as `not_planned`.
+    """
+    with _followed(Swap({}), {}, _no_kernel, around) as swap:
+        yield swap
+
+
+def _no_kernel(arguments: Arguments) -> None:
+    return None
+
+
+@contextlib.contextmanager
 def _in_place(
     names: Iterable[str],
     choose: Callable[[Arguments], str | None],
@@ -182,14 +200,7 @@ def _in_place(
         if reason := kernel.unavailable(device):
             raise KernelNameError(f"{name} cannot run on {device}: {reason}")
     swap = Swap({name: CallCounts() for name in kernels}, outside=outside)
-    dispatcher = CallDispatcher(swap, kernels, choose, around, thread)
-    with (
-        intercept(dispatcher.handle, calling_operator(choose)),
-        follow_entry_points(dispatcher.handle),
-        tracing_reported(dispatcher.traced),
-        answering(dispatcher),
-        _raised_recompile_limit(kernels),
-    ):
+    with _followed(swap, kernels, choose, around, thread):
         yield swap
     if not swap.hits:
         unanswered = dict(swap.fallbacks)
@@ -199,6 +210,25 @@ def _in_place(
             "their own attention"
         )
         warnings.warn(f"{', '.join(kernels)} handled no call: {reasons}", stacklevel=5)
+
+
+@contextlib.contextmanager
+def _followed(
+    swap: Swap,
+    kernels: Mapping[str, Kernel],
+    choose: Callable[[Arguments], str | None],
+    around: Around,
+    thread: int | None = None,
+) -> Iterator[Swap]:
+    dispatcher = CallDispatcher(swap, kernels, choose, around, thread)
+    with (
+        intercept(dispatcher.handle, calling_operator(choose)),
+        follow_entry_points(dispatcher.handle),
+        tracing_reported(dispatcher.traced),
+        answering(dispatcher),
+        _raised_recompile_limit(kernels),
+    ):
+        yield swap
 
 
 _compiled_with: set[str] = set()

@@ -11,7 +11,7 @@ from capture.call.shape import Shape
 from capture.hooks.phases import RECOMPUTE
 from capture.recording.sampling import PHASES
 from replay.plan.key_lengths import REACH
-from replay.rows.row import CallFacts, KernelId, Mask, Row
+from replay.rows.row import HERE, CallFacts, KernelId, Mask, Row
 
 
 class CensusError(Error):
@@ -67,6 +67,8 @@ def match(
             for call in by_kind.get(_kind_of_signature(phase, signature), [])
         ]
         own = [call for call in pool if call.module == row["module"]]
+        if own:  # another module may run another kernel
+            pool = [call for call in pool if call.pinned == own[0].pinned]
         pools = (own, pool) if own_first else (pool,)
         kv_len = signature["key"][-2]
         shares = _shares(pools, kv_len) if pool else {}
@@ -79,18 +81,54 @@ class RowsByCall:
 
     A kernel that ran a call only with its mask rewritten (`Row.restated_as`) counts as not
     supporting that call. Rows of unreadable calls are left out.
+
+    Args:
+        plain: kernel that runs plain SDPA. In a model that switched backends off, it runs the
+            backend that the model chose (`CallFacts.pinned`), so it has that backend's rows.
     """
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[Row], plain: str) -> None:
+        self.plain = plain
         self._rows = {(row.call.name, row.id): _as_recorded(row) for row in rows if row.kernel}
+        here_last = sorted(self._rows.values(), key=lambda row: row.environment == HERE)
+        self._calls = {row.call.name: row.call for row in here_last}
 
     def row(self, call: str, kernel: KernelId) -> Row | None:
+        if kernel.name == self.plain and self.is_sdpa(call):
+            kernel = kernel._replace(name=self.own(call))
         return self._rows.get((call, kernel))
 
-    def timed(self, kernel: KernelId) -> list[CallFacts]:
-        """Return the calls for which a kernel has a time."""
-        rows = self._rows.items()
-        return [row.call for (_, each), row in rows if each == kernel and row.time_ms is not None]
+    def own(self, call: str) -> str:
+        """Return the kernel that the model itself ran; `plain` if that kernel has no time here."""
+        pinned = self._calls[call].pinned if call in self._calls else ""
+        return pinned if pinned and self._has_time(call, pinned) else self.plain
+
+    def own_row(self, call: str, environment: str = HERE) -> Row | None:
+        """Return the row of the kernel that the model itself ran."""
+        return self.row(call, KernelId(self.own(call), environment))
+
+    def is_sdpa(self, call: str) -> bool:
+        """Return True if the model called SDPA, so that plain SDPA is the model's own attention."""
+        return call in self._calls and self._calls[call].road == "sdpa"
+
+    def timed(self) -> list[CallFacts]:
+        """Return the calls for which the model's own kernel has a time."""
+        return [call for name, call in self._calls.items() if self._has_time(name, self.own(name))]
+
+    @property
+    def unknown_own(self) -> str:
+        """Sentence about kernels that the model ran but that have no time here; empty if none."""
+        reasons = {}
+        for name, call in self._calls.items():
+            if call.pinned and not self._has_time(name, call.pinned):
+                row = self._rows.get((name, KernelId(call.pinned)))
+                reasons[call.pinned] = "cannot run here" if row is None else row.reason
+        missing = ", ".join(f"{kernel} ({reason})" for kernel, reason in reasons.items())
+        return f"the model's own attention was not timed here: {missing}" if missing else ""
+
+    def _has_time(self, call: str, kernel: str) -> bool:
+        row = self._rows.get((call, KernelId(kernel)))
+        return row is not None and row.time_ms is not None
 
 
 def _as_recorded(row: Row) -> Row:

@@ -47,7 +47,8 @@ def choose(
 ) -> Plan:
     """Choose, for every layer of a census, the fastest kernel within the budget.
 
-    A kernel's error at a layer is its worst error over the layer's calls. A kernel that was not ok
+    The baseline of a layer is the kernel that the model itself ran there, if it was timed. A
+    kernel's error at a layer is its worst error over the layer's calls. A kernel that was not ok
     on a call, or that overwrites inputs of later calls (`Row.overwrites`), is never chosen for that
     layer. If kernels tie with the fastest, the baseline is preferred, then the first in the rows. A
     layer without replayed calls, or with no kernel within the budget, keeps the baseline. At other
@@ -57,7 +58,8 @@ def choose(
     Args:
         rows: rows from a replay of one model's recording, with their samples.
         census: census of the model, in the form of `capture.hooks.census.Census.to_json`.
-        baseline: the kernel that the model itself uses.
+        baseline: the kernel of plain SDPA, which the model itself uses where it did not choose
+            another (`CallFacts.pinned`).
         exclusive: kernels that cannot share a process (`Kernel.own_process`). The plan uses only
             the one that saves most.
 
@@ -191,6 +193,9 @@ class _Layer:
     """Key lengths of the layer's own recorded calls, by name."""
 
     def row(self, call: str, kernel: str) -> Row | None:
+        """Return a row; for the baseline, of the kernel that the model itself ran on the call."""
+        if kernel == self.baseline:
+            return self.replayed.own_row(call)
         return self.replayed.row(call, KernelId(kernel))
 
 
@@ -200,21 +205,23 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
     if len(models) > 1:
         names = ", ".join(f"{model} ({weights})" for model, weights in models)
         raise PlanError(f"a plan is for one model, but the rows are of {names}")
-    replayed = RowsByCall(rows)
-    if not replayed.timed(KernelId(baseline)):
+    replayed = RowsByCall(rows, baseline)
+    timed = replayed.timed()
+    if not timed:
         raise PlanError(f"no replayed call has a baseline time: add {baseline} to --kernels")
     ((model, weights),) = models
-    kernels = list(dict.fromkeys([baseline, *(row.kernel for row in rows)]))
     captured: dict[tuple[str, str], dict[str, int]] = {}
     for row in rows:
-        own = captured.setdefault((row.call.module, row.call.phase), {})
-        own[row.call.name] = row.call.shape.kv_len
+        calls = captured.setdefault((row.call.module, row.call.phase), {})
+        calls[row.call.name] = row.call.shape.kv_len
     layers: dict[tuple[str, str], _Layer] = {}
-    for counted in match(census, replayed.timed(KernelId(baseline)), own_first=False):
+    for counted in match(census, timed, own_first=False):
         site = (counted.module, counted.phase)
         if site not in layers:
-            own = captured.get(site, {})
-            layers[site] = _Layer(model, weights, *site, baseline, kernels, replayed, [], own)
+            calls = captured.get(site, {})
+            own = next((replayed.own(call) for call in (*calls, *counted.shares)), baseline)
+            kernels = list(dict.fromkeys([own, *(row.kernel for row in rows)]))
+            layers[site] = _Layer(model, weights, *site, own, kernels, replayed, [], calls)
         layers[site].counted.append(counted)
     return list(layers.values())
 
@@ -279,6 +286,7 @@ def _cost(layer: _Layer, kernel: str, budget: Budget) -> _Cost:
         calls=sum(counted.calls for counted in layer.counted),
         captured=len(layer.captured),
         kv_lens=KeyLengths(min(kv_lens), max(kv_lens)),
+        baseline=layer.baseline,
     )
     rows = filter(None, (layer.row(call, kernel) for call in layer.captured))
     overwrites = tuple(sorted({name for row in rows for name in row.overwrites}))

@@ -129,6 +129,8 @@ class LayerChoice:
     """Number of the layer's calls that were recorded and replayed."""
     kv_lens: KeyLengths | None = None
     """Key lengths of the calls; None in plans of format 1, and without calls."""
+    baseline: str = ""
+    """Kernel that the model itself runs at this layer; empty if it is the plan's baseline."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Plan:
     weights: str
     budget: Budget
     baseline: str
+    """Kernel of plain SDPA, which a model runs unless a layer's choice names another baseline."""
     choices: list[LayerChoice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     """Kernels rejected although they were the fastest at some layer, with the reasons."""
@@ -174,14 +177,19 @@ class Plan:
 
     @property
     def kernels(self) -> list[str]:
-        """Return the names of the plan's kernels, without the baseline."""
-        used = dict.fromkeys(choice.kernel for choice in self.choices)
-        return [kernel for kernel in used if kernel != self.baseline]
+        """Return the names of the plan's kernels, without each layer's baseline."""
+        used = dict.fromkeys(
+            choice.kernel
+            for choice in self.choices
+            if choice.kernel != (choice.baseline or self.baseline)
+        )
+        return list(used)
 
     @property
     def code(self) -> list[str]:
         """Return the plan's kernels (or baseline) that are named `file.py:function`."""
-        return [kernel for kernel in [self.baseline, *self.kernels] if ".py:" in kernel]
+        named = dict.fromkeys([self.baseline, *(choice.kernel for choice in self.choices)])
+        return [kernel for kernel in named if ".py:" in kernel]
 
     @property
     def saved_ms(self) -> float:
@@ -244,7 +252,7 @@ class Plan:
         # Names are passed on to kernels and modules, so refuse a plan whose names are not strings.
         names = [
             (plan.baseline, plan.device),
-            *((each.module, each.phase, each.kernel) for each in plan.choices),
+            *((each.module, each.phase, each.kernel, each.baseline) for each in plan.choices),
         ]
         if not all(isinstance(name, str) for each in names for name in each):
             raise PlanError(f"the plan {path} is damaged (a name is not a string): {HOW}")

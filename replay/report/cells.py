@@ -63,6 +63,23 @@ def speedup_text(speedup: Speedup) -> str:
     return f"{speedup.ratio:.{digits}f}× ({speedup.low:.{digits}f}-{speedup.high:.{digits}f})"
 
 
+def model_speedup_text(speedup: Speedup) -> str:
+    """Format a model's speed-up as `1.25× (1.21-1.30)`, `0.98× (0.95-1.02) tie` or similar.
+
+    `tie` and `?` follow intervals that contain 1: narrow ones, and those too wide for a tie.
+    """
+    text = interval_text(speedup.ratio, speedup.low, speedup.high)
+    if not speedup.holds(1.0):
+        return text
+    return f"{text} tie" if speedup.is_tie else f"{text} ?"
+
+
+def interval_text(value: float, low: float | None, high: float | None) -> str:
+    """Format a speed-up and its 95 % interval; the ends are None after too few rounds."""
+    within = ", too few rounds" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+    return f"{value:.2f}×{within}"
+
+
 def _speedup(group: Group, kernel: KernelId) -> str:
     if kernel.name == group.baseline:
         return "baseline"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from replay.end_to_end.predicted_times import NOTABLE, RUN, PredictedTime
 from replay.end_to_end.reasons import in_ms, suspects
 from replay.end_to_end.time_breakdown import TimeBreakdown, break_down, main_phase, refusals
+from replay.report.cells import model_speedup_text
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -89,8 +90,13 @@ def _sentences(
         )
     yield (
         f"That predicts {in_ms(found.predicted)} ({before / found.predicted:.2f}×); "
-        f"measured: {in_ms(found.after)} ({before / found.after:.2f}×)."
+        f"measured: {model_speedup_text(found.speedup)}."
     )
+    if found.speedup.holds(1.0) and not found.speedup.is_tie:
+        yield "The interval contains 1, so the kernel may be faster or slower."
+    if found.speedup.holds(before / found.predicted):
+        yield "The interval contains the prediction."
+        return
     less, remainder = found.less_in_model or 0.0, found.remainder
     if abs(less) > NEGLIGIBLE * before:
         word = "less" if less > 0 else "more"

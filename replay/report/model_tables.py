@@ -14,6 +14,7 @@ from replay.end_to_end import drift
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.predicted_times import RUN, PredictedTime
 from replay.end_to_end.reasons import reasons
+from replay.report.cells import interval_text, model_speedup_text
 from replay.report.explanation import SPANS, explanation, most_disappointing
 from replay.report.fitted import FittedTable
 from replay.report.groups import names_by_sentence
@@ -24,8 +25,9 @@ DELAYED = 0.05
 LEGEND = (
     "predicted: speed-up computed from the replay's times and the recorded number of calls · "
     "measured: speed-up in the model, from each run's typical forwards, over adjacent runs of its "
-    "own attention behind the same hook · in brackets: 95 % intervals · error: predicted / "
-    "measured - 1 · answered, fell back: attention calls per run that the kernel ran, and that it "
+    "own attention behind the same hook · in brackets: 95 % intervals; those with `tie` or `?` "
+    "contain 1, `?` if too wide for a tie · error: predicted / measured - 1 · "
+    "answered, fell back: attention calls per run that the kernel ran, and that it "
     "left to the model's own attention"
 )
 
@@ -94,7 +96,7 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
             Text(checked.kernel),
             *times(found),
             _predicted(checked.predicted(span)),
-            _interval(found.speedup.ratio, found.speedup.low, found.speedup.high),
+            model_speedup_text(found.speedup),
             "-" if error is None else f"{100 * error:+.1f} %",
         )
     return table
@@ -166,9 +168,4 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
 def _predicted(predicted: PredictedTime | None) -> str:
     if predicted is None or predicted.speedup is None:
         return "-"
-    return _interval(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)
-
-
-def _interval(value: float, low: float | None, high: float | None) -> str:
-    within = ", too few rounds" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
-    return f"{value:.2f}×{within}"
+    return interval_text(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)

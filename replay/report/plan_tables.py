@@ -166,14 +166,14 @@ def _notes(plan: Plan) -> list[str]:
     missing = sum(not choice.covered for choice in plan.choices)
     if missing:
         notes.append(
-            f"{missing} of {layers} layers were not captured and keep {plan.baseline}: "
+            f"{missing} of {layers} layers were not captured and keep the model's own attention: "
             "record them too, with a larger --max, or --modules '*' for other components"
         )
     outside = len({_layer(each) for each in plan.choices if each.covered and not each.inside})
     if outside:
         notes.append(
             f"{outside} of {layers} layers have no kernel within {plan.budget} and keep "
-            f"{plan.baseline}"
+            "the model's own attention"
         )
     return notes
 

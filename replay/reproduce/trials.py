@@ -10,6 +10,7 @@ from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.bench.confirmation import MOST_BLOCKS
 from replay.bench.settings import Settings, WorkerOptions
+from replay.kernels.failures import without_numbers
 from replay.reproduce.crop import storable
 from replay.rows.errors_of_output import AccuracyClass, Where
 from replay.rows.row import Row, Status
@@ -39,19 +40,38 @@ class TrialOutcome:
     """Place of the largest errors, if the kernel returned an output."""
     worst_row: tuple[int, int, int] | None = None
     """Indices of the worst row: batch element, head and query."""
+    is_finite: bool = True
+    """False if only one of output and reference has a NaN or an infinity somewhere."""
+
+    @classmethod
+    def of(cls, row: Row) -> TrialOutcome:
+        """Return the outcome that a row of a replay contains."""
+        found = cls(row.status, row.reason, row.accuracy_class or "exact")
+        if row.accuracy is None:
+            return found
+        errors = row.accuracy.chosen or row.accuracy.reference
+        return replace(
+            found,
+            where=row.accuracy.where,
+            worst_row=errors.worst_row,
+            is_finite=not errors.mismatched_nonfinite,
+        )
 
     @property
     def fails(self) -> bool:
         return self.status in FAILURES
 
     def is_like(self, other: TrialOutcome) -> bool:
-        """Return True if both failures have the same status and exception."""
-        return self.status == other.status and self._exception == other._exception
+        """Return True if both failures are of one kind.
+
+        The kinds are wrong numbers, NaN or infinity, each exception, a crash and a hang.
+        """
+        return self._kind == other._kind
 
     @property
-    def _exception(self) -> str:
-        name, colon, _ = self.reason.partition(":")
-        return name if self.status == "error" and colon and name.isidentifier() else ""
+    def _kind(self) -> tuple[Status, str, bool]:
+        exception = without_numbers(self.reason) if self.status == "error" else ""
+        return self.status, exception, self.is_finite
 
 
 class Trials:
@@ -131,14 +151,7 @@ class Trials:
             return TrialOutcome(death.status, death.reason)
         for row in rows:
             if row.kernel == self._kernel:
-                return _outcome(row)
+                return TrialOutcome.of(row)
             if not row.kernel:  # the row is about the call itself, which the message names
                 raise TrialError(row.reason)
         raise TrialError(f"{workload.name}: no row came back")
-
-
-def _outcome(row: Row) -> TrialOutcome:
-    accuracy, where, worst = row.accuracy, None, None
-    if accuracy is not None:
-        where, worst = accuracy.where, (accuracy.chosen or accuracy.reference).worst_row
-    return TrialOutcome(row.status, row.reason, row.accuracy_class or "exact", where, worst)

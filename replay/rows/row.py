@@ -85,6 +85,11 @@ class CallFacts:
         str,
         "kernel that PyTorch chose when the call was recorded, or the function that replaced SDPA",
     ] = ""
+    pinned: Annotated[
+        str,
+        "kernel that the model chose itself, by a switch of backends or another entry point than "
+        "SDPA; empty if plain SDPA runs the same kernel here",
+    ] = ""
     step: Annotated[int, "number of earlier forward passes of the model"] = 0
     call_index: Annotated[int, "position among all attention calls of the run"] = 0
     shape: Annotated[Shape, "{}"] = UNKNOWN_SHAPE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 
 from capture.call.attention_call import AttentionCall
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.isolation.block import calls_of_block
 from replay.kernels import registry
 from replay.kernels.registry import Kernel
+from replay.rows.row import Row
 from replay.timing.interruptions import Interruptions
-from replay.workloads.workload import Workload
 from tests.factories import made_workload, random_call, save_calls, settings
 from tests.in_this_process import RunCli, runner
 
@@ -61,35 +63,29 @@ def known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_call() -> Callable[..., AttentionCall]:
-    """`make_call(q_heads=4, …)` returns a random call; keywords are sizes or fields."""
-    return random_call
-
-
-@pytest.fixture
 def quick() -> Settings:
     """Settings for three rounds on the CPU."""
     return settings()
 
 
 @pytest.fixture
-def workload() -> Callable[..., Workload]:
-    """`workload(call, name=…)` wraps the call itself, so that a test can see changes to the
-    call."""
+def replayed(quick: Settings) -> Callable[..., dict[str, Row]]:
+    """`replayed(call, kernel, …, energy=True)` returns rows by kernel; keywords set `Settings`."""
 
-    def make(call: AttentionCall, name: str = "call") -> Workload:
-        return made_workload(name, lambda device: call)
+    def run(call: AttentionCall, *kernels: Kernel, **fields: Any) -> dict[str, Row]:
+        calls = [made_workload("call", lambda device: call)]
+        return {row.kernel: row for row in replay_here(calls, kernels, replace(quick, **fields))}
 
-    return make
+    return run
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
+def recorded(tmp_path: Path) -> Path:
     """A directory of three recorded calls, with a manifest."""
     others = ["torch-flash", "torch-efficient", "torch-cudnn"]
     by_math = {"backend": "torch-math", "disabled_backends": others}
     origins = [{**by_math, "call_index": at, "module": f"layers.{at}"} for at in range(3)]
-    calls = (make_call(seed=at, with_output=True, origin=origins[at]) for at in range(3))
+    calls = (random_call(seed=at, with_output=True, origin=origins[at]) for at in range(3))
     return save_calls(tmp_path / "recorded", calls)
 
 

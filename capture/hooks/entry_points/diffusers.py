@@ -2,7 +2,8 @@
 
 Models call `dispatch_attention_fn`, which looks up, at each call, the function of the backend that
 is set for the processor or the process. The functions take BSHD. The `native` functions call SDPA,
-so they are not wrapped here.
+so they are not wrapped here. The dispatcher silently drops arguments that a function does not
+declare. A dropped mask is recorded as the model passed it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -46,16 +47,39 @@ def follow(handler: Handler) -> Iterator[None]:
     if registry is None:
         yield
         return
-    originals = dict(registry._backends)
+    originals, declared = dict(registry._backends), dict(registry._supported_arg_names)
     for backend, function in originals.items():
         name = str(getattr(backend, "value", backend))
-        if "native" not in name:
-            translate = functools.partial(_translated, name)
-            registry._backends[backend] = wrapped(function, translate, handler)
+        if "native" in name:
+            continue
+        translate = functools.partial(_translated, name)
+        if "attn_mask" not in declared[backend]:
+            registry._supported_arg_names[backend] = {*declared[backend], "attn_mask"}
+            function, translate = _without_mask(function), functools.partial(_dropped, name)
+        registry._backends[backend] = wrapped(function, translate, handler)
     try:
         yield
     finally:
         registry._backends.update(originals)
+        registry._supported_arg_names.update(declared)
+
+
+def _without_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that drops a mask, as the dispatcher does."""
+
+    @functools.wraps(function)
+    def call(*args: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _dropped(name: str, *args: Any, **kwargs: Any) -> tuple[Arguments, OutputLayout]:
+    arguments, layout = _translated(name, *args, **kwargs)
+    if arguments.attn_mask is not None:
+        sentence = f"diffusers drops attn_mask, because its backend {name} does not take one"
+        arguments = arguments._replace(dropped=sentence)
+    return arguments, layout
 
 
 def _translated(

@@ -21,7 +21,7 @@ def head_dim(subject: Subject) -> Evidence | None:
     """Test whether the kernel uses some channels only, or is right with another head dimension."""
     if subject.call.value_is_in_key:
         return None
-    return _first_channels(subject) or _first_columns(subject) or _padded(subject)
+    return _first_channels(subject) or _first_columns(subject) or padded_head_dim(subject)
 
 
 def _first_channels(subject: Subject) -> Evidence | None:
@@ -53,7 +53,8 @@ def _first_columns(subject: Subject) -> Evidence | None:
     return None
 
 
-def _padded(subject: Subject) -> Evidence | None:
+def padded_head_dim(subject: Subject) -> Evidence | None:
+    """Test whether the error disappears when the head dimensions are padded with zeros."""
     call, dim = subject.call, subject.call.shape.head_dim
     own_scale = replace(call, scale=call.softmax_scale)
     for of_keys, of_values in _sizes(dim, call.shape.v_head_dim):
@@ -63,7 +64,9 @@ def _padded(subject: Subject) -> Evidence | None:
         wide = f"{of_keys}" if of_keys == of_values else f"{of_keys} (values: {of_values})"
         same = dim == call.shape.v_head_dim
         own = f"{dim}" if same else f"{dim} (values: {call.shape.v_head_dim})"
-        sentence = f"it is wrong at head_dim {own}, and right when padded with zeros to {wide}"
+        sentence = (
+            f"it {subject.fault} at head_dim {own}, and is right when padded with zeros to {wide}"
+        )
         numbers = {"padded": [of_keys, of_values], "error_padded": score.error}
         return _evidence(subject, sentence, numbers)
     return None

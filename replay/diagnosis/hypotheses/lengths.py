@@ -122,8 +122,8 @@ def _evidence(subject: Subject, block: int, which: Which) -> Evidence:
     tail = int((rows >= (shape.q_len // block * block or shape.q_len)).sum()) if which[0] else None
     return Evidence(
         "odd-length",
-        f"it is wrong at {odd}, which is not a multiple of {block}, and right when the call is "
-        "lengthened or shortened to a multiple",
+        f"it {subject.fault} at {odd}, which is not a multiple of {block}, and is right when the "
+        "call is lengthened or shortened to a multiple",
         {
             "multiple": block,
             "lengths": what,

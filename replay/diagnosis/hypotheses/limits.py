@@ -46,6 +46,17 @@ def too_large(subject: Subject) -> Evidence | None:
     return _too_large(subject, sizes)
 
 
+def smallest(call: AttentionCall) -> AttentionCall:
+    """Return the call with one query, one key head, one sequence and `FEWEST_KEYS` keys."""
+    shape, device = call.shape, call.device
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    group = torch.arange(shape.q_heads // shape.kv_heads, device=device)
+    call = _chosen(call, dict.fromkeys(("query", "key", "value"), first), 0)
+    call = _chosen(call, {"query": group, "key": first, "value": first}, 1)
+    keys = torch.arange(min(FEWEST_KEYS, shape.kv_len), device=device)
+    return gathered(call, queries=first, keys=keys)
+
+
 def _too_large(subject: Subject, sizes: dict[str, tuple[int, Resized]]) -> Evidence | None:
     for name, (size, resized) in sizes.items():
         limit = _limit(subject, size, FEWEST_KEYS if name == "keys" else 1, resized)
@@ -56,7 +67,7 @@ def _too_large(subject: Subject, sizes: dict[str, tuple[int, Resized]]) -> Evide
         one = name.removesuffix("s") if limit == 1 else name
         return Evidence(
             "too-large",
-            f"it is wrong from {limit + 1:,} {name} on, and right with {limit:,} {one}",
+            f"it {subject.fault} from {limit + 1:,} {name} on, and is right with {limit:,} {one}",
             {"of": name, "limit": limit, "given": size, "error": subject.own.error},
         )
     return None
@@ -139,7 +150,7 @@ def _with_sequences(subject: Subject, number: int, others: bool) -> Score | None
     """Run the call with the wrong sequence as the last of a number of sequences."""
     place = subject.place
     index = _before(subject.call.shape.batch, place.batch, number, others, subject.call.device)
-    call = _chosen(subject, {"query": index, "key": index, "value": index}, 0)
+    call = _chosen(subject.call, {"query": index, "key": index, "value": index}, 0)
     return subject.tried(call, place._replace(batch=number - 1))
 
 
@@ -149,7 +160,7 @@ def _with_heads(subject: Subject, number: int, others: bool) -> Score | None:
     group = shape.q_heads // shape.kv_heads
     index = _before(shape.kv_heads, place.head // group, number, others, device)
     queries = (index[:, None] * group + torch.arange(group, device=device)).flatten()
-    call = _chosen(subject, {"query": queries, "key": index, "value": index}, 1)
+    call = _chosen(subject.call, {"query": queries, "key": index, "value": index}, 1)
     return subject.tried(call, place._replace(head=(number - 1) * group + place.head % group))
 
 
@@ -162,9 +173,8 @@ def _before(length: int, own: int, number: int, others: bool, device: torch.devi
     return torch.tensor([*found, own], device=device)
 
 
-def _chosen(subject: Subject, indices: dict[str, Tensor], dim: int) -> AttentionCall:
+def _chosen(call: AttentionCall, indices: dict[str, Tensor], dim: int) -> AttentionCall:
     """Return the call with some sequences (dim 0) or heads (dim 1)."""
-    call = subject.call
     found = {name: picked(getattr(call, name), dim, index) for name, index in indices.items()}
     mask = call.attn_mask
     if mask is not None and (at := dim + mask.ndim - 4) >= 0 and mask.shape[at] > 1:

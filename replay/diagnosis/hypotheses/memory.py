@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from replay.diagnosis.derived import HeadRows
-from replay.diagnosis.subject import Evidence, Score, Subject
+from replay.diagnosis.subject import Evidence, Score, Subject, heads_of
 from replay.isolation.inputs import Inputs
 
 POISONS = (1.25, -2.75)
@@ -107,9 +107,11 @@ def flickering(subject: Subject) -> Evidence | None:
 
 def flickers(subject: Subject, right: Score) -> Evidence:
     """Return the evidence for an error that comes and goes, from the score of a correct run."""
+    colon = ": " if subject.sentence else ""
     return Evidence(
         "unknown",
-        f"with the same inputs it is wrong in some calls and right in others: {subject.sentence}",
+        f"with the same inputs it {subject.fault} in some calls and is right in others{colon}"
+        f"{subject.sentence}",
         {"error": subject.own.error, "error_when_called_again": right.error, "flickers": True},
     )
 
@@ -120,20 +122,19 @@ def _unlike(one: Tensor, other: Tensor) -> Tensor:
 
 def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
     rows = differs.any(dim=3)
-    by_head = rows.sum(dim=2)
     place = _most_of_a_head(rows)
     count = int(differs.sum())
     return Evidence(
         "output-unwritten",
         f"{count:,} of {differs.numel():,} elements of the output, in {int(rows.sum()):,} rows of "
-        f"{int((by_head > 0).sum())} of {by_head.numel()} heads, show former contents of memory: "
+        f"{heads_of(rows)}, show former contents of memory: "
         f"{kept:,} keep a number that was written there before the call",
         {
             "elements": count,
             "of": differs.numel(),
             "keep_the_poison": kept,
             "rows": int(rows.sum()),
-            "heads": int((by_head > 0).sum()),
+            "heads": int(rows.any(dim=2).sum()),
             **_span(place.queries),
         },
         place,

@@ -152,8 +152,8 @@ def kv_heads(subject: Subject) -> Evidence | None:
         return None
     return Evidence(
         "kv-heads",
-        f"it is wrong with {counted(shape.kv_heads, 'key head')} for {shape.q_heads} query heads, "
-        f"and right when each key head is repeated {group} times",
+        f"it {subject.fault} with {counted(shape.kv_heads, 'key head')} for {shape.q_heads} query "
+        f"heads, and is right when each key head is repeated {group} times",
         {
             "kv_heads": shape.kv_heads,
             "q_heads": shape.q_heads,

@@ -94,7 +94,7 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
             other = replace(call, is_causal=True, variant=aligned)
             sentence = "the output is that of a causal mask, where the call has none"
             yield Reading("mask-misread", sentence, other)
-    elif call.attn_mask is not None and shape.q_len != shape.kv_len and not call.features:
+    elif call.attn_mask is not None and shape.q_len not in (1, shape.kv_len) and not call.features:
         structure = structure_of(call)
         if structure is not None and structure.is_causal:
             variant = replace(call.variant, bottom_right=not structure.bottom_right)

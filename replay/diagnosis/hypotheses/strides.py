@@ -24,11 +24,12 @@ def strides(subject: Subject) -> Evidence | None:
             if subject.cured_by(subject.in_dense_memory([name], heads_inside=inside))
         ]
         names = alone or loose
+        where = "" if names == ["attn_mask"] else f" in the order {order}"
         seen = " and ".join(f"{tuple(given[name].stride())} of {name}" for name in names)
         return Evidence(
             "strides",
-            f"it is wrong with the strides {seen}, and right with the same values in dense memory "
-            f"in the order {order}",
+            f"it {subject.fault} with the strides {seen}, and is right with the same values in "
+            f"dense memory{where}",
             {
                 "tensors": names,
                 "strides": {name: list(given[name].stride()) for name in names},

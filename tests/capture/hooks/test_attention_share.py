@@ -5,10 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from capture import record
 from capture.hooks import attention_share
 from capture.hooks.attention_share import AttentionShare
 from capture.hooks.modules import CallSite, ModuleTracker
@@ -96,17 +94,3 @@ def test_recording_keeps_the_share(tmp_path: Path) -> None:
     (capture,) = recorded(tmp_path, attend(*torch.randn(3, 1, 2, 64, 8))).captures
     assert capture.attention_share is not None
     assert 0 < capture.attention_share <= 1
-
-
-class ByHand(nn.Module):
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        attended = F.scaled_dot_product_attention(states, states, states)
-        return (attended @ attended.mT).softmax(-1) @ attended
-
-
-def test_share_is_unknown_with_missed_attention(tmp_path: Path) -> None:
-    model = ByHand()
-    with record(model, tmp_path) as recording:
-        model(torch.randn(1, 2, 64, 8))
-    assert recording.missed_attention
-    assert recording.capture.attention_share is None

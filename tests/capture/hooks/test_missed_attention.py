@@ -1,7 +1,7 @@
 """Attention that misses every entry point is reported, and stored in the manifest."""
 
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,24 +18,17 @@ def test_pytorch_s_fused_encoder_keeps_its_bits_and_is_missed(
     layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 3).eval()
     padding = torch.tensor([[False] * 3 + [True] * 2])
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.rest = encoder, make_layers()
-
-        def forward(self, states: Tensor) -> Any:
-            return self.rest(self.encoder(states, src_key_padding_mask=padding))
-
-    model = Model()
+    encoder.forward = functools.partial(encoder.forward, src_key_padding_mask=padding)
+    model = nn.Sequential(encoder, make_layers())
     with torch.no_grad():
         expected = model(states)
         with record(model, tmp_path) as recording:
             assert torch.equal(model(states), expected)
     assert recording.seen == 2
     assert [str(each) for each in recording.missed_attention] == [
-        "3 runs of 3 modules of class TransformerEncoderLayer (such as encoder.layers.0)"
+        "3 runs of 3 modules of class TransformerEncoderLayer (such as 0.layers.0)"
     ]
+    assert recording.capture.attention_share is None
 
 
 def test_remedy_that_cannot_work_is_not_given(tmp_path: Path) -> None:

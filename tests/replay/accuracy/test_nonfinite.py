@@ -1,7 +1,6 @@
 """NaN and infinity in a call's inputs, and scores that overflow float16."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,13 @@ from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.nonfinite import largest_scores, nonfinite_inputs
 from replay.accuracy.reference import attention
 from replay.accuracy.verdict import Expected, judge
-from replay.bench.runner import replay_here
-from replay.bench.settings import Settings
-from replay.kernels.registry import Kernel, find
+from replay.kernels.registry import find
 from replay.report.call_tables import print_report
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import Row
-from tests.factories import made_workload, random_call
+from tests.factories import random_call
 from tests.printed import printed
+from tests.replay.bench.small_kernels import Register, Replayed
 
 SEEN = torch.arange(13) < 10
 """A mask that hides the last three of 13 keys."""
@@ -141,19 +139,14 @@ def test_output_without_finite_elements_has_no_figures() -> None:
     assert (verdict.errors.nan_count, verdict.spoilt_rows) == (576, 18)
 
 
-def replayed(call: AttentionCall, kernels: Sequence[Kernel], quick: Settings) -> dict[str, Row]:
-    rows = replay_here([made_workload("call", lambda device: call)], kernels, quick)
-    return {row.kernel: row for row in rows}
-
-
 def report(rows: dict[str, Row]) -> str:
     return printed(print_report, [*rows.values()], width=300, metrics=("time", "accuracy"))
 
 
-def test_kernels_that_differ_on_hidden_nan_are_ok_and_not_ranked(quick: Settings) -> None:
+def test_kernels_that_differ_on_hidden_nan_are_ok_and_not_ranked(replayed: Replayed) -> None:
     call = random_call(q_len=64, kv_len=64, is_causal=True, dtype=torch.bfloat16)
     call.key[0, 0, 40:] = math.nan
-    rows = replayed(call, [find("torch-math"), find("torch-flash"), find("eager")], quick)
+    rows = replayed(call, *map(find, ("torch-math", "torch-flash", "eager")))
     sentence = (
         "torch-math returns NaN in 40 rows from inputs hidden from them; "
         "torch-flash, eager, torch-default do not read hidden inputs"
@@ -171,10 +164,10 @@ def test_kernels_that_differ_on_hidden_nan_are_ok_and_not_ranked(quick: Settings
     assert "×" not in "".join(lines[3:])
 
 
-def test_kernels_that_agree_on_hidden_nan_are_ranked(quick: Settings) -> None:
+def test_kernels_that_agree_on_hidden_nan_are_ranked(replayed: Replayed) -> None:
     call = random_call(attn_mask=SEEN[None])
     call.value[:, :, 11:] = math.nan
-    rows = replayed(call, [find("torch-math")], quick)
+    rows = replayed(call, find("torch-math"))
     assert {(row.status, row.not_ranked) for row in rows.values()} == {("ok", "")}
     assert rows["torch-math"].speedup is not None
     assert "inputs hold NaN or infinity: value 128 NaN (hidden)" in report(rows)
@@ -204,12 +197,10 @@ def half_scores(query: Tensor, key: Tensor, value: Tensor, *_: object, **options
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_overflow_is_inaccurate(sign: int, kernels: Callable[..., Kernel], quick: Settings) -> None:
+def test_overflow_is_inaccurate(sign: int, kernels: Register, replayed: Replayed) -> None:
     call = large_call(sign)
     largest = float(largest_scores(call).max()) * call.softmax_scale
-    rows = replayed(
-        call, [kernels("half", half_scores), find("torch-math"), find("torch-flash")], quick
-    )
+    rows = replayed(call, kernels("half", half_scores), *map(find, ("torch-math", "torch-flash")))
     assert {row.status for name, row in rows.items() if name != "half"} == {"ok"}
     assert rows["half"].status == "inaccurate"
     assert rows["half"].reason.startswith(

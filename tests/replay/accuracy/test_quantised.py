@@ -19,28 +19,24 @@ from replay.accuracy.quantised import to_fp8, to_int8
 from replay.accuracy.thresholds import QuantisedThresholds, Thresholds
 from replay.accuracy.verdict import Expected, judge
 from tests import factories
-from tests.factories import one_head
 
 Rounding = Callable[[Tensor], Tensor]
 
 
-def per_row(tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return rounding(tensor, tensor.abs().amax(dim=-1, keepdim=True))
+ROW, CHANNEL, HEAD = (-1,), (2,), (2, 3)
+"""Dimensions of the numbers that share a scale."""
 
 
-def per_channel(tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return rounding(tensor, tensor.abs().amax(dim=2, keepdim=True))
+def scaled(
+    tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor], shared: tuple[int, ...]
+) -> Tensor:
+    return rounding(tensor, tensor.abs().amax(shared, keepdim=True))
 
 
 def per_block(
     tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor], rows: int = 64
 ) -> Tensor:
-    parts = tensor.split(rows, dim=2)
-    return torch.cat([rounding(each, each.abs().amax((2, 3), keepdim=True)) for each in parts], 2)
-
-
-def per_head(tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return rounding(tensor, tensor.abs().amax(dim=(2, 3), keepdim=True))
+    return torch.cat([scaled(each, rounding, HEAD) for each in tensor.split(rows, dim=2)], 2)
 
 
 def sage_1(tensor: Tensor) -> Tensor:
@@ -56,29 +52,23 @@ def half(tensor: Tensor) -> Tensor:
     return tensor.half().float()
 
 
+SAGE_2: tuple[Rounding, Rounding, Rounding, Rounding] = (
+    lambda query: per_block(query, to_int8, 32),
+    sage_1,
+    lambda value: scaled(value, to_fp8, CHANNEL),
+    lambda weights: scaled(weights, to_fp8, ROW),
+)
 KERNELS: dict[str, tuple[Rounding, Rounding, Rounding, Rounding, bool]] = {
     # Rounding of query, key, value and probabilities; True if the keys' mean is subtracted.
     "sage 1": (sage_1, sage_1, half, half, True),
-    "sage 2": (
-        lambda query: per_block(query, to_int8, 32),
-        sage_1,
-        lambda value: per_channel(value, to_fp8),
-        lambda weights: per_row(weights, to_fp8),
-        True,
-    ),
-    "sage 2 unsmoothed": (
-        lambda query: per_block(query, to_int8, 32),
-        sage_1,
-        lambda value: per_channel(value, to_fp8),
-        lambda weights: per_row(weights, to_fp8),
-        False,
-    ),
-    "flash 3": (*(lambda tensor: per_head(tensor, to_fp8),) * 3, unnormalised_fp8, False),
+    "sage 2": (*SAGE_2, True),
+    "sage 2 unsmoothed": (*SAGE_2, False),
+    "flash 3": (*(lambda tensor: scaled(tensor, to_fp8, HEAD),) * 3, unnormalised_fp8, False),
     "all int8": (
-        lambda query: per_row(query, to_int8),
-        lambda key: per_row(key, to_int8),
-        lambda value: per_channel(value, to_int8),
-        lambda weights: per_row(weights, to_int8),
+        lambda query: scaled(query, to_int8, ROW),
+        lambda key: scaled(key, to_int8, ROW),
+        lambda value: scaled(value, to_int8, CHANNEL),
+        lambda weights: scaled(weights, to_int8, ROW),
         True,
     ),
 }
@@ -276,11 +266,3 @@ def test_relative_l1_and_margin_equal_figures_by_hand() -> None:
     assert margin == pytest.approx(4 * standard_error + 2 * 0.2 / 10)
     few = quantised._ratio(absolute[:31], signal[:31], numbers=50)
     assert few[1].isinf()
-
-
-def test_only_the_whole_output_is_judged_without_a_call() -> None:
-    reference = one_head([1.0, 0.0], [0.0, 1.0])
-    expected = replace(Expected.of(hard_call("plain", 0, torch.float16)), reference=reference)
-    verdict = judge(reference, replace(expected, call=None), "quantised")
-    assert verdict.passed
-    assert verdict.sentence == ("cosine 1.00000 is at least 0.99, relative L1 0 is within 0.1")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +12,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import kept_share, restricted
-from replay.bench.runner import replay_here
-from replay.bench.settings import Settings
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import Kernel
-from replay.rows.row import Row
 from replay.rows.row_files import row_from_json, row_to_json
-from tests.factories import made_workload
+from tests.factories import random_call
+from tests.replay.bench.small_kernels import Register, Replayed
 
-MakeCall = Callable[..., AttentionCall]
 
-
-def test_indices_become_a_mask(make_call: MakeCall) -> None:
-    call = make_call(q_heads=4, kv_heads=2, kv_len=5)
+def test_indices_become_a_mask() -> None:
+    call = random_call(q_heads=4, kv_heads=2, kv_len=5)
     mask = mask_of_tokens(torch.tensor([[[0, 3, 3], [-1, 4, 99]]]), call)
     assert mask.shape == (1, 4, 1, 5)
     assert mask[0, :, 0].int().tolist() == [
@@ -38,10 +33,10 @@ def test_indices_become_a_mask(make_call: MakeCall) -> None:
     ]
 
 
-def test_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None:
+def test_choice_is_joined_with_the_calls_own_mask() -> None:
     chosen = torch.tensor([True, True, False, False])
     own = torch.tensor([True, False, True, False])
-    plain = make_call(kv_len=4)
+    plain = random_call(kv_len=4)
     boolean = plain.with_tensors({"attn_mask": own})
     added = plain.with_tensors({"attn_mask": torch.where(own, 0.5, -math.inf)})
     assert restricted(plain, chosen).attn_mask is chosen
@@ -53,8 +48,8 @@ def test_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None:
     assert kept_share(added, restricted(added, chosen)) == 0.5
 
 
-def test_unread_keys_cannot_spoil_the_reference(make_call: MakeCall) -> None:
-    call = make_call(q_heads=4, kv_heads=2, kv_len=6)
+def test_unread_keys_cannot_spoil_the_reference() -> None:
+    call = random_call(q_heads=4, kv_heads=2, kv_len=6)
     chosen = mask_of_tokens(torch.tensor([[[0, 1], [4, 5]]]), call)
     expected = attention(restricted(call, chosen))
     call.key[0, 0, 4], call.value[0, 1, 0] = math.nan, math.inf
@@ -64,9 +59,9 @@ def test_unread_keys_cannot_spoil_the_reference(make_call: MakeCall) -> None:
 
 
 @pytest.mark.parametrize("chosen", [torch.ones(13), torch.ones(2, 13, dtype=torch.bool)])
-def test_invalid_choice_is_refused(make_call: MakeCall, chosen: Tensor) -> None:
+def test_invalid_choice_is_refused(chosen: Tensor) -> None:
     with pytest.raises(ValueError, match="a bool mask that broadcasts to"):
-        restricted(make_call(), chosen)
+        restricted(random_call(), chosen)
 
 
 def every_other(call: AttentionCall) -> Tensor:
@@ -77,17 +72,10 @@ def sparse(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: 
     return scaled_dot_product_attention(query, key[:, :, ::2], value[:, :, ::2])
 
 
-def row_of(kernel: Kernel, call: AttentionCall, quick: Settings) -> Row:
-    found = replay_here([made_workload("call", lambda device: call)], [kernel], quick)
-    return next(row for row in found if row.kernel == kernel.name)
-
-
-def test_sparse_kernel_of_a_user_is_judged(
-    make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
-) -> None:
+def test_sparse_kernel_of_a_user_is_judged(kernels: Register, replayed: Replayed) -> None:
     kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=every_other)
-    call = make_call(kv_len=64, dtype=torch.bfloat16)
-    row = row_of(kernel, call, quick)
+    call = random_call(kv_len=64, dtype=torch.bfloat16)
+    row = replayed(call, kernel)["mine"]
     assert row.status == "ok", row.reason
     assert row.reason.startswith("on the keys it chose, max abs error")
     assert row.kept == 0.5
@@ -98,8 +86,8 @@ def test_sparse_kernel_of_a_user_is_judged(
 @pytest.mark.parametrize(
     ("first", "later", "is_noted"), [(32, 30, False), (32, 28, True), (64, 62, True)]
 )
-def test_fewer_keys_are_noted(make_call: MakeCall, first: int, later: int, is_noted: bool) -> None:
-    call = make_call(kv_len=64)
+def test_fewer_keys_are_noted(first: int, later: int, is_noted: bool) -> None:
+    call = random_call(kv_len=64)
     judge, inputs = LocalJudge(call), BlockInputs(call)
 
     def called(keys: int) -> tuple[Tensor, Tensor]:
@@ -117,14 +105,12 @@ def test_fewer_keys_are_noted(make_call: MakeCall, first: int, later: int, is_no
     assert bool(judge.other_shares) == is_noted
 
 
-def test_failing_choice_costs_its_row(
-    make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
-) -> None:
+def test_failing_choice_costs_its_row(kernels: Register, replayed: Replayed) -> None:
     def broken(call: AttentionCall) -> Tensor:
         raise RuntimeError("no idea")
 
     kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=broken)
-    row = row_of(kernel, make_call(kv_len=64), quick)
+    row = replayed(random_call(kv_len=64), kernel)["mine"]
     assert (row.status, row.reason) == ("error", "RuntimeError: no idea")
 
 

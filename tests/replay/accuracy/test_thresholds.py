@@ -10,8 +10,6 @@ from replay.accuracy.thresholds import (
     Thresholds,
     ThresholdsError,
 )
-from replay.bench.settings import Settings
-from tests import factories
 
 
 def read(text: str, directory: Path) -> Thresholds:
@@ -64,9 +62,3 @@ def test_invalid_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ThresholdsError, match=r"cannot read .*none\.toml: No such file"):
         Thresholds.read(tmp_path / "none.toml")
-
-
-def test_workers_receive_thresholds() -> None:
-    changed = Thresholds(exact=ExactThresholds(rounding_factor=6.0))
-    settings = factories.settings(tolerances=changed)
-    assert Settings.from_json(settings.to_json()) == settings

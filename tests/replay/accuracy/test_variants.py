@@ -28,7 +28,8 @@ def dense(call: AttentionCall) -> Tensor:
         return torch.cat([dense(each) for each in sequences(call)], along)
     group = call.shape.q_heads // call.shape.kv_heads
     key, value = (each.double().repeat_interleave(group, 1) for each in (call.key, call.value))
-    scores = call.query.double() @ key.mT * call.softmax_scale
+    scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = call.query.double() @ key.mT * scale
     if (cap := call.variant.softcap) is not None:
         scores = cap * torch.tanh(scores / cap)
     if call.attn_mask is not None:
@@ -40,6 +41,14 @@ def dense(call: AttentionCall) -> Tensor:
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1).nan_to_num(0.0)
     return weights[..., : call.shape.kv_len] @ value
+
+
+def seen_pairs(call: AttentionCall) -> int:
+    """Count the pairs of a query and a key that it sees, in all heads."""
+    seen = visible(call)[:, None].expand(-1, call.shape.q_heads, -1, -1)
+    if call.attn_mask is not None:
+        seen = seen & (call.attn_mask != (0 if call.attn_mask.dtype == torch.bool else -math.inf))
+    return int(seen.sum())
 
 
 @st.composite
@@ -68,7 +77,10 @@ def calls(draw: Any) -> AttentionCall:
         fields["sinks"] = normal(kv_heads * group, seed=3)
     in_pages = draw(st.booleans())
     if not in_pages and draw(st.booleans()):
-        fields["attn_mask"] = normal(q_len, kv_len, seed=4) > -1
+        shapes = (q_len, kv_len), (batch, 1, 1, kv_len), (batch, kv_heads * group, q_len, kv_len)
+        bias = normal(*draw(st.sampled_from(shapes)), seed=4)
+        masks = bias > -1, bias.masked_fill(bias < -1, -math.inf)
+        fields["attn_mask"] = draw(st.sampled_from(masks))
     variant = AttentionVariant(
         bottom_right=draw(st.booleans()),
         window=draw(st.tuples(side, side)),
@@ -79,6 +91,8 @@ def calls(draw: Any) -> AttentionCall:
         "kv_heads": kv_heads,
         "q_len": q_len,
         "head_dim": 8,
+        "v_head_dim": draw(st.sampled_from([8, 1, 12])),
+        "scale": draw(st.sampled_from([None, 0.3, 0.0, -1.5])),
         "is_causal": draw(st.booleans()),
         "variant": variant,
     }
@@ -95,12 +109,7 @@ def test_reference_is_the_formula(call: AttentionCall, block_elements: int) -> N
     expected = dense(call)
     assert torch.allclose(attention(call, block_elements=block_elements), expected)
     parts = [call] if call.page_table is None else sequences(call)
-    allowed = [
-        visible(each) if each.attn_mask is None else visible(each) & each.attn_mask
-        for each in parts
-    ]
-    pairs = sum(int(each.sum()) for each in allowed)
-    assert valid_pairs(call) == pairs * call.shape.q_heads
+    assert valid_pairs(call) == sum(map(seen_pairs, parts))
 
 
 @settings(max_examples=30, deadline=None)

@@ -37,41 +37,6 @@ def test_non_finite_element_fails(bad: float, accuracy_class: AccuracyClass) -> 
     assert verdict.sentence.startswith("1 elements are NaN or infinite")
 
 
-def long_call(dtype: torch.dtype, is_causal: bool = False) -> AttentionCall:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 1024, 64).to(dtype) for _ in range(3))
-    return AttentionCall(query, key, value, is_causal=is_causal)
-
-
-def exact_verdict(output: Tensor, call: AttentionCall) -> OutputVerdict:
-    return judge(output, Expected.of(call), "exact")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_exact_rule_passes_torch_and_fails_faults(dtype: torch.dtype, is_causal: bool) -> None:
-    call = long_call(dtype, is_causal)
-    output = F.scaled_dot_product_attention(**call.arguments())
-    expected = Expected.of(call)
-    reference, allowed = expected.reference, expected.tolerance
-
-    def passes(candidate: Tensor) -> bool:
-        return verdict_of(candidate, reference, "exact", allowed).passed
-
-    assert passes(output)
-    assert not passes(torch.zeros_like(output))
-    for where in ((0, 1), (0, 1, 1000), (0, slice(None), slice(960, None))):
-        broken = output.clone()
-        broken[where] = 0
-        assert not passes(broken), where
-    unscaled = F.scaled_dot_product_attention(**(call.arguments() | {"scale": 1.0}))
-    other_mask = F.scaled_dot_product_attention(
-        call.query, call.key, call.value, is_causal=not is_causal
-    )
-    assert not passes(unscaled)
-    assert not passes(other_mask)
-
-
 def test_exact_sentence_has_the_numbers() -> None:
     reference, output = one_head([1.0]), one_head([1.03125])
     allowed = Tolerance(same_dtype_error=0.0019, rounding=0.0002)
@@ -84,15 +49,6 @@ def test_exact_sentence_has_the_numbers() -> None:
     assert verdict_of(output, reference, "exact", Tolerance(0.015625, 0.0)).passed
 
 
-def test_sparse_outputs_are_judged_as_exact() -> None:
-    call = long_call(torch.bfloat16)
-    expected = Expected.of(call)
-    for output in (expected.reference.to(call.dtype), torch.zeros_like(call.query)):
-        exact, sparse = judge(output, expected, "exact"), judge(output, expected, "sparse")
-        assert (sparse.passed, sparse.errors) == (exact.passed, exact.errors)
-        assert sparse.sentence == f"on the keys it chose, {exact.sentence}"
-
-
 def test_float32_tolerance_covers_another_order_of_sums() -> None:
     """Torch and the reference add up many keys for one query row in different orders."""
     torch.manual_seed(0)
@@ -100,13 +56,13 @@ def test_float32_tolerance_covers_another_order_of_sums() -> None:
     key, value = torch.randn(1, 2, 4096, 40), torch.randn(1, 2, 4096, 40) + 2
     call = AttentionCall(query, key, value, enable_gqa=True)
     output = F.scaled_dot_product_attention(**call.arguments())
-    assert exact_verdict(output, call).passed
-    assert not exact_verdict(output * (1 + 1e-4), call).passed
+    expected = Expected.of(call)
+    assert judge(output, expected, "exact").passed
+    assert not judge(output * (1 + 1e-4), expected, "exact").passed
 
 
 def test_quantised_rule_limits_cosine_and_relative_l1() -> None:
-    call = long_call(torch.bfloat16)
-    reference = attention(call)
+    reference = attention(random_call(q_len=1024, kv_len=1024, head_dim=64, dtype=torch.bfloat16))
     noise = torch.randn_like(reference) * reference.square().mean().sqrt()
     good = verdict_of(reference + 0.05 * noise, reference, "quantised")
     assert good.passed, good.sentence

@@ -1,4 +1,4 @@
-"""Kernels of a few lines, and a function that returns their rows."""
+"""Kernels of a few lines, and the types of the fixtures that run kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,22 +6,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call.attention_call import AttentionCall
-from replay.bench.runner import replay_here
-from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
-from replay.workloads.workload import Workload
-
-MakeCall = Callable[..., AttentionCall]
-
 
 Register = Callable[..., Kernel]
-
-
-MakeWorkload = Callable[..., Workload]
-
-
 Replayed = Callable[..., dict[str, Row]]
 
 
@@ -34,9 +22,3 @@ def raising(error: BaseException) -> Callable[..., Tensor]:
         raise error
 
     return attention
-
-
-def rows_of(
-    call: AttentionCall, workload: MakeWorkload, settings: Settings, *chosen: Kernel
-) -> dict[str, Row]:
-    return {row.kernel: row for row in replay_here([workload(call)], chosen, settings)}

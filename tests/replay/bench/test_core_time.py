@@ -14,7 +14,9 @@ from tests.factories import random_call
 from tests.replay.bench.small_kernels import Register, Replayed, raising, sdpa
 
 
-def test_core_time(replayed: Replayed, kernels: Register) -> None:
+def test_core_is_timed_and_costs_no_row_when_it_fails(
+    replayed: Replayed, kernels: Register
+) -> None:
     def prepare(call: AttentionCall) -> Callable[[], Tensor]:
         arguments = call.arguments()
         return lambda: sdpa(**arguments)

@@ -9,10 +9,11 @@ from torch import Tensor
 from replay.bench.first_calls import first_calls
 from replay.bench.settings import Settings
 from replay.isolation.process_state import ProcessState
-from tests.replay.bench.small_kernels import MakeCall, Register, sdpa
+from tests.factories import random_call
+from tests.replay.bench.small_kernels import Register, sdpa
 
 
-def test_first_calls_are_timed(make_call: MakeCall, kernels: Register, quick: Settings) -> None:
+def test_first_calls_are_timed(kernels: Register, quick: Settings) -> None:
     called = []
 
     def compiles(*arguments: Any, **options: Any) -> Tensor:
@@ -30,7 +31,7 @@ def test_first_calls_are_timed(make_call: MakeCall, kernels: Register, quick: Se
         kernels("compiles", compiles),
         kernels("next", sdpa),
     ]
-    call, reported = make_call(), []
+    call, reported = random_call(), []
     before = call.query.clone()
     process_state = ProcessState()
     torch.set_grad_enabled(torch.is_grad_enabled())

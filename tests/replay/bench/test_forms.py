@@ -108,18 +108,6 @@ def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(replayed: 
     assert [found[name].status for name in ("either", "mine")] == ["ok", "ok"]
 
 
-def test_both_forms_are_timed_on_the_same_changing_inputs(replayed: Replayed) -> None:
-    """Timed samples are judged by the recorded call after the same perturbation of its inputs."""
-    call = masked(WINDOW[None, None])
-    before = {name: tensor.clone() for name, tensor in call.tensors().items()}
-    takes_masks = [kernel(f"masked {n}", sdpa, unsupported=lambda _: None) for n in range(2)]
-    found = replayed(call, takes_masks[0], kernel("mine"), takes_masks[1], kernel("yours"))
-    assert {row.status for row in found.values()} == {"ok"}, [row.reason for row in found.values()]
-    assert not any(row.changed_inputs for row in found.values())
-    for name, tensor in call.tensors().items():
-        assert torch.equal(tensor, before[name])
-
-
 def test_reused_result_is_found_in_the_rewritten_form(replayed: Replayed) -> None:
     kept: list[Tensor] = []
 

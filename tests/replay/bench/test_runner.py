@@ -70,51 +70,40 @@ def test_share_above_the_roof_is_withheld(
     assert any(flag.startswith("no share of the roof: ") for flag in row.flags) != is_told
 
 
-def test_kernel_that_fails_when_timed_has_its_reason(replayed: Replayed, kernels: Register) -> None:
-    calls = 0
-
-    def tires(**arguments: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 3:
-            raise RuntimeError("tired")
-        return sdpa(**arguments)
-
-    rows = replayed(random_call(), kernels("tires", tires))
-    assert (rows["tires"].status, rows["tires"].reason) == ("error", "RuntimeError: tired")
-    assert (rows["tires"].time_ms, rows["tires"].speedup) == (None, None)
-    assert rows["torch-default"].time_ms is not None
+PIN = {"disabled_backends": ["torch-flash", "torch-efficient", "torch-cudnn"]}
 
 
 @pytest.mark.parametrize(
-    ("backend", "disabled", "chosen", "expected"),
+    ("backend", "others", "chosen", "pinned", "expected"),
     [
         # The model called plain SDPA, so PyTorch's choice of backend does not matter.
-        ("torch-flash", [], None, "torch-default"),
-        ("torch-math", [], None, "torch-default"),
-        ("", [], None, "torch-default"),
-        ("some.library.attention", [], None, "torch-default"),
-        ("torch-math", [], "torch-flash", "torch-flash"),
+        ("torch-math", {}, None, "", "torch-default"),
+        ("", {}, None, "", "torch-default"),
+        ("torch-math", {}, "torch-flash", "", "torch-flash"),
         # The model requested math, or the backend flash, which is PyTorch's default.
-        ("torch-math", ["torch-flash", "torch-efficient", "torch-cudnn"], None, "torch-math"),
-        ("torch-flash", ["torch-math", "torch-efficient", "torch-cudnn"], None, "torch-default"),
-        ("torch-math", ["torch-flash"], "torch-flash", "torch-flash"),
-        # The model requested a backend that this CPU does not have.
-        ("torch-cudnn", ["torch-math", "torch-flash"], None, "torch-default"),
+        ("torch-math", PIN, None, "torch-math", "torch-math"),
+        ("torch-flash", {"disabled_backends": ["torch-math"]}, None, "", "torch-default"),
+        ("torch-math", PIN, "torch-flash", "torch-math", "torch-flash"),
+        # The model called another function.
+        ("eager", {"entry_point": "transformers"}, None, "eager", "eager"),
+        # The model requested a kernel that this CPU does not have.
+        ("torch-cudnn", PIN, None, "torch-cudnn", "torch-default"),
+        ("some.library.attention", {}, None, "some.library.attention", "torch-default"),
     ],
 )
 def test_baseline_is_what_the_model_called(
     replayed: Replayed,
     kernels: Register,
     backend: str,
-    disabled: list[str],
+    others: dict[str, Any],
     chosen: str | None,
+    pinned: str,
     expected: str,
 ) -> None:
-    call = random_call(origin={"backend": backend, "disabled_backends": disabled})
+    call = random_call(origin={"backend": backend, **others})
     rows = replayed(call, kernels("mine", sdpa), baseline=chosen)
     assert list(rows) == ["mine", expected]
-    assert rows["mine"].call.backend == backend
+    assert (rows["mine"].call.backend, rows["mine"].call.pinned) == (backend, pinned)
     speedup = rows["mine"].speedup
     assert speedup.vs == expected
     assert speedup.reason == "too-few-rounds"
@@ -131,7 +120,9 @@ def test_baseline_is_what_the_model_called(
         ("some.library.attention", "cpu", False),
     ],
 )
-def test_other_backend(replayed: Replayed, backend: str, device: str, is_flagged: bool) -> None:
+def test_backend_other_than_the_recorded_one_is_flagged(
+    replayed: Replayed, backend: str, device: str, is_flagged: bool
+) -> None:
     call = random_call(origin={"backend": backend, "device": device})
     chosen = (catalogue()[name] for name in ("torch-default", "torch-math"))
     rows = replayed(call, *chosen)
@@ -144,7 +135,9 @@ def test_other_backend(replayed: Replayed, backend: str, device: str, is_flagged
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1e-9, 6), (1e9, 8)])
-def test_fewer_rounds(replayed: Replayed, kernels: Register, seconds: float, rounds: int) -> None:
+def test_row_tells_that_the_time_limit_left_fewer_rounds(
+    replayed: Replayed, kernels: Register, seconds: float, rounds: int
+) -> None:
     for row in replayed(
         random_call(), kernels("mine", sdpa), rounds=8, max_seconds=seconds
     ).values():
@@ -153,7 +146,7 @@ def test_fewer_rounds(replayed: Replayed, kernels: Register, seconds: float, rou
 
 
 def test_model_whose_backend_must_not_run_is_compared_with_the_default(kernels: Register) -> None:
-    call = random_call(origin={"backend": "torch-math"})
+    call = random_call(origin={"backend": "torch-math", **PIN})
     options = WorkerOptions(excluded=("torch-math",))
     found = replay_here([workload(call)], [kernels("mine", sdpa)], settings(), options=options)
     rows = {row.kernel: row for row in found}

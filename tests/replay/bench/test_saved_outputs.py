@@ -39,7 +39,9 @@ def test_unwritable_folder_ends_the_replay(replayed: Replayed, tmp_path: Path) -
         replayed(random_call(), save_output=tmp_path / "file")
 
 
-def test_full_disk(replayed: Replayed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_has_no_room_leaves_no_file(
+    replayed: Replayed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(tensors: object, path: Path) -> None:
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")

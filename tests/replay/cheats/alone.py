@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 from honest import at, local
@@ -64,26 +63,6 @@ def blocks_of_two_calls():
 
 
 @at(1)
-def slow_null_block():
-    """Burns processor time while the time is measured that is subtracted from its block."""
-    from replay.workers.remote_judge import RemoteJudge
-
-    real = RemoteJudge.end_block
-
-    def end_block(judge, *rest):
-        command = [sys.executable, "-c", "while True: pass"]
-        burners = [subprocess.Popen(command) for _ in range(6)]
-        try:
-            return real(judge, *rest)
-        finally:
-            for burner in burners:
-                burner.kill()
-
-    RemoteJudge.end_block = end_block
-    _claim(8)
-
-
-@at(1)
 def empty_block():
     """Writes nothing into the memory of a block, in no time."""
     from replay.bench import output_check
@@ -123,29 +102,6 @@ def blames_a_neighbour():
     """Says that another kernel runs, and ends its process."""
     local("say")(at="torch-math")
     os._exit(3)
-
-
-@at(3)
-def daemon():
-    """Leaves a process behind that burns a core, without a parent, session or environment."""
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            until = "import time\nend = time.time() + 60\nwhile time.time() < end: pass"
-            os.execve(sys.executable, [sys.executable, "-c", until], {})
-        os._exit(0)
-
-
-@at(1)
-def burns_in_threads():
-    """Burns processor time in two threads that hold Python's lock."""
-
-    def burn():
-        while True:
-            pass
-
-    for _ in range(2):
-        threading.Thread(target=burn, daemon=True).start()
 
 
 @at(1)

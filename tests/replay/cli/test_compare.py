@@ -31,7 +31,9 @@ def test_fail_on_exits_with_1_for_a_slower_kernel(run_cli: RunCli) -> None:
     assert code == 1
     assert err == "replay compare: failed: slow:3%: a on 12 of 12 calls\n"
     assert "slower: a" in out
-    assert run_cli("compare", "before.jsonl", "slow.jsonl")[0] == 0
+    others = ("--fail-on", "slow:10%,inaccurate,less-accurate,error,missing")
+    for asked in ((), others):
+        assert run_cli("compare", "before.jsonl", "slow.jsonl", *asked)[0] == 0
 
 
 def test_fail_on_exits_with_3_if_noise_hides_the_answer(run_cli: RunCli) -> None:
@@ -40,6 +42,7 @@ def test_fail_on_exits_with_3_if_noise_hides_the_answer(run_cli: RunCli) -> None
     code, _, err = run_cli("compare", "noisy.jsonl", "again.jsonl", "--fail-on", "slow:3%")
     assert code == 3
     assert err.startswith("replay compare: inconclusive: slow:3%: a on ")
+    assert "smallest slowdown that would show: " in err
     assert run_cli("compare", "noisy.jsonl", "again.jsonl")[0] == 0
 
 

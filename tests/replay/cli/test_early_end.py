@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,14 @@ def calls(path: Path) -> set[str]:
 
 
 @pytest.fixture
-def two_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """`two_calls(error)` makes a replay raise after two calls."""
+def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`interrupted_after(3)` makes Ctrl-C end a replay after three rows."""
     from replay.bench.runner import replay_here
 
-    def arrange(error: BaseException) -> None:
+    def arrange(count: int) -> None:
         def some(*given: Any, **options: Any) -> Iterator[Any]:
-            for row in replay_here(*given, **options):
-                if row.call.name == "model-000002":
-                    raise error
-                yield row
+            yield from islice(replay_here(*given, **options), count)
+            raise KeyboardInterrupt
 
         monkeypatch.setattr("replay.workers.execution.replay_here", some)
 
@@ -46,10 +45,10 @@ def arguments(recorded: Path, *given: str) -> tuple[str, ...]:
 
 
 def test_rows_measured_before_control_c_are_shown_and_kept(
-    run_cli: RunCli, recorded: Path, tmp_path: Path, two_calls: Callable[..., None]
+    run_cli: RunCli, recorded: Path, tmp_path: Path, interrupted_after: Callable[[int], None]
 ) -> None:
     pytest.importorskip("vl_convert")
-    two_calls(KeyboardInterrupt())
+    interrupted_after(4)
     rows, page = (tmp_path / name for name in ("rows.jsonl", "out.html"))
     page.write_text("earlier")
     written = ("--json", str(rows), "--report", str(page))
@@ -68,17 +67,9 @@ def test_rows_measured_before_control_c_are_shown_and_kept(
 
 
 def test_rows_of_an_incomplete_call_are_not_shown(
-    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_cli: RunCli, recorded: Path, tmp_path: Path, interrupted_after: Callable[[int], None]
 ) -> None:
-    from replay.bench.runner import replay_here
-
-    def some(*given: Any, **options: Any) -> Iterator[Any]:
-        for number, row in enumerate(replay_here(*given, **options)):
-            if number == 3:  # the baseline lacks its row of the second call
-                raise KeyboardInterrupt
-            yield row
-
-    monkeypatch.setattr("replay.workers.execution.replay_here", some)
+    interrupted_after(3)  # the baseline lacks its row of the second call
     rows = tmp_path / "rows.jsonl"
     given = ("--dir", str(recorded), *QUICK, "torch-math,torch-flash", "--json", str(rows))
     code, out, err = run_cli(*given)
@@ -103,7 +94,9 @@ def test_earlier_file_is_kept_until_there_is_a_row(
     assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
 
 
-def test_full_disk(run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_goes_on_when_there_is_no_room_for_its_rows(
+    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("replay.cli.files.check_place", lambda path: None)  # it is full later
     code, out, err = run_cli(*arguments(recorded, "--json", FULL))
     assert code == 2

@@ -26,7 +26,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("given", "seconds"), [("10m", 600), ("1h30m", 5400), ("1h5s", 3605), ("45", 45)]
 )
-def test_durations(given: str, seconds: float) -> None:
+def test_duration_is_read_in_seconds(given: str, seconds: float) -> None:
     assert duration(given) == seconds
 
 

@@ -79,7 +79,9 @@ def test_change_during_a_replay_is_noticed() -> None:
     assert files.wait(edits()) == ["mine.py"]
 
 
-def test_runs_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_is_compared_with_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A command that fails prints one sentence, and the watch continues."""
     monkeypatch.setattr(process, "first_processes", lambda *_, **__: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])

@@ -22,11 +22,11 @@ def told(before: Row, after: Row) -> tuple[str, str]:
     return found.verdict, found.reason
 
 
-def test_a_kernel_that_repeats_exactly() -> None:
+def test_kernel_that_repeats_exactly_is_identical() -> None:
     assert told(judged(noisy(4, 16)), judged(noisy(4, 16))) == ("same", "identical")
 
 
-def test_noise_is_the_same() -> None:
+def test_noise_is_no_change() -> None:
     for seed in range(50):
         before, after = (noisy(8, 64, seed=2 * seed + at) for at in (0, 1))
         found = told(judged(before), judged(after, relative_l1=1.01e-3))
@@ -36,7 +36,9 @@ def test_noise_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("factor", "verdict"), [(1.3, ("worse", "error-grew")), (0.7, ("better", "error-shrank"))]
 )
-def test_errors_that_change_everywhere(factor: float, verdict: tuple[str, str]) -> None:
+def test_errors_that_change_everywhere_have_a_verdict_and_ratio(
+    factor: float, verdict: tuple[str, str]
+) -> None:
     after = noisy(4, 64, level=1e-3 * factor, seed=1)
     found = change(judged(noisy(4, 64)), judged(after, relative_l1=1e-3 * factor))
     assert (found.verdict, found.reason) == verdict
@@ -75,7 +77,7 @@ def test_a_tenth_more_is_an_error_that_grew_if_it_is_certain_to_have_grown() -> 
     assert (found.verdict, found.reason) == ("worse", "error-grew")
 
 
-def test_a_place_without_an_error_that_gets_one() -> None:
+def test_place_that_gets_its_first_error_is_found() -> None:
     before, after = noisy(4, 16), noisy(4, 16)
     before[2][1], after[2][1] = 0.0, 1.0
     found = change(judged(before), judged(after))

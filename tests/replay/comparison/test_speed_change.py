@@ -47,7 +47,9 @@ def of_kernels(found: Comparison) -> dict[str, SpeedChange]:
         (0.98, 1.05, 0.0, ("inconclusive", "interval-includes-1")),
     ],
 )
-def test_interval_decides(low: float, high: float, spread: float, verdict: tuple[str, str]) -> None:
+def test_verdict_follows_interval_and_spread(
+    low: float, high: float, spread: float, verdict: tuple[str, str]
+) -> None:
     assert judge(MedianInterval(low, high), spread) == verdict
 
 

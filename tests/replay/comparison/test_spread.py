@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from replay.comparison.speed_change import NO_SPREAD, Spread
 from replay.comparison.spread import read_spread
 from replay.rows.row_files import save_jsonl
@@ -12,13 +10,13 @@ from tests.replay.comparison.simulated import run
 BEFORE = run("before", {"a": 0.5})
 
 
-def test_a_share() -> None:
+def test_spread_is_read_as_a_share() -> None:
     assert read_spread(None, BEFORE) == NO_SPREAD
     assert read_spread("1.5%", BEFORE) == Spread(0.015, "--spread")
     assert read_spread("0.02", BEFORE) == Spread(0.02, "--spread")
 
 
-def test_a_second_run(tmp_path: Path) -> None:
+def test_spread_is_measured_by_a_second_run(tmp_path: Path) -> None:
     path = tmp_path / "again.jsonl"
     save_jsonl(run("again", {"a": 0.5}).rows, path)
     spread = read_spread(str(path), BEFORE)
@@ -26,15 +24,3 @@ def test_a_second_run(tmp_path: Path) -> None:
     assert spread.source == str(path)
     by_time = read_spread(str(path), BEFORE, "time")
     assert by_time.share != spread.share
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [(None, "expected a share such as 1.5%, or a file of rows"), ("{}\n", "line 1: not a row")],
-)
-def test_spread_needs_a_figure(tmp_path: Path, content: str | None, sentence: str) -> None:
-    path = tmp_path / "file"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(Exception, match=sentence):
-        read_spread(str(path), BEFORE)

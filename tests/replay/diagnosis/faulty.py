@@ -177,11 +177,15 @@ def reading(read: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
 without_options = reading(lambda *each: each)
 
 
-def wrong_if(is_wrong: Callable[[Tensor, Tensor], Any]) -> Callable[..., Tensor]:
-    """Return a kernel that is wrong for some queries and keys."""
+def wrong_if(
+    is_wrong: Callable[[Tensor, Tensor], Any], *, raises: bool = False
+) -> Callable[..., Tensor]:
+    """Return a kernel that is wrong for some queries and keys, or raises for them."""
 
     def kernel(query, key, value, *others, **options):
         output = right(query, key, value, *others, **options)
+        if raises and is_wrong(query, key):
+            raise ValueError(f"cannot read {tuple(key.shape)}")
         return output.flip(-1) * 1.1 if is_wrong(query, key) else output
 
     return kernel

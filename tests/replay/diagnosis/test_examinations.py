@@ -206,22 +206,6 @@ def test_findings_before_control_c_are_shown(
     assert earlier.read_text() == "[]\n"
 
 
-def test_a_recorded_output_that_is_wrong(run_cli: RunCli, tmp_path: Path) -> None:
-    written(tmp_path, random_call().with_tensors({"output": torch.zeros(1, 2, 9, 32)}))
-    asked = (
-        "--dir",
-        f"{tmp_path}/calls",
-        "--kernels",
-        "captured",
-        "--in-process",
-        "--device",
-        "cpu",
-    )
-    code, out, _ = run_cli("doctor", *asked)
-    assert code == 1
-    assert "captured: output-unwritten on 1 call" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.derived import gathered
 from replay.diagnosis.examine import Examined, examine
 from replay.diagnosis.poison import poisoned
-from replay.diagnosis.subject import Evidence
+from replay.diagnosis.subject import Evidence, heads_of
 from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel, find
 from replay.rows.errors_of_output import AccuracyClass
@@ -151,18 +152,20 @@ SAME = torch.arange(1500).where(torch.arange(1500) != 1000, 0)
 ONE_EQUAL = gathered(call(kv_len=1500), keys=SAME)
 WIDE = call(head_dim=80)
 GROUPED = call(q_heads=4, kv_heads=2)
+ONE_OF_TWO = call(q_len=1, kv_len=2, attn_mask=torch.tensor([[False, True]]))
+ZEROS = call().with_tensors({"output": torch.zeros(2, 2, 40, 32)})
 CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "q·k past float16": (faulty.float16_scores, LARGE, "overflow"),
     "exp without a maximum": (faulty.no_maximum, larger(BRAIN, query=6.0, key=6.0), "overflow"),
     "NaN made 0": (faulty.black, LARGE, "overflow"),
     "scores clamped": (faulty.clamped_scores, larger(BRAIN, query=4.0, key=4.0), "overflow"),
     "values past float16": (faulty.float16_values, larger(BRAIN, value=1e5), "overflow"),
-    "outlier channel": (faulty.int8_keys, OUTLIER, "k-outlier-channel"),
     "additive mask ignored": (misreading("ignored"), call(attn_mask=SLOPED), "mask-ignored"),
     "causal ignored": (faulty.without_options, call(is_causal=True), "mask-ignored"),
     "causal ignored by one query": (faulty.without_options, ONE_CAUSAL, "mask-ignored"),
     "inverted": (misreading("inverted"), call(attn_mask=MASK), "mask-misread"),
     "length": (misreading("length"), call(attn_mask=MASK), "mask-misread"),
+    "length, one query": (misreading("length"), ONE_OF_TWO, "mask-misread"),
     "added": (misreading("added"), call(attn_mask=MASK), "mask-misread"),
     "multiplied": (faulty.multiplied, call(attn_mask=MASK), "mask-misread"),
     "shifted": (misreading("shifted"), call(attn_mask=MASK), "mask-misread"),
@@ -171,11 +174,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "boolean": (misreading("not 0"), call(attn_mask=ADDED), "mask-misread"),
     "powers of 2": (misreading("log2"), call(attn_mask=SLOPED), "mask-misread"),
     "negated": (misreading("negated"), call(attn_mask=SLOPED), "mask-misread"),
-    "late sink": (faulty.not_rescaled, SINK, "late-sink"),
     "changed": (faulty.scales_query, call(), "input-changed"),
     "unwritten": (faulty.rows_unwritten, call(), "output-unwritten"),
     "one buffer": (faulty.in_one_buffer, call(), "output-unwritten"),
-    "keys left over": (faulty.tail_of_keys_dropped, call(), "odd-length"),
+    "recorded zeros": (CAPTURED.attention, ZEROS, "output-unwritten"),
     "bottom right": (faulty.bottom_right, call(is_causal=True), "causal-alignment"),
     "bottom right, one query": (faulty.bottom_right, ONE_CAUSAL, "causal-alignment"),
     "shifted diagonal": (faulty.without_itself, call(q_len=70, is_causal=True), "causal-alignment"),
@@ -190,13 +192,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "written as BSHD": (faulty.written_as_bshd, call(), "layout"),
     "channels": (reading(lambda q, k, v: (q[..., :32], k[..., :32], v)), WIDE, "head-dim"),
     "columns": (faulty.wrong_from(64, 3), WIDE, "head-dim"),
-    "head_dim": (faulty.wrong_if(lambda q, k: q.shape[3] % 32), WIDE, "head-dim"),
-    "key heads": (faulty.wrong_if(lambda q, k: q.shape[1] != k.shape[1]), GROUPED, "kv-heads"),
     "sequences": (faulty.wrong_from(2, 0), call(batch=5), "too-large"),
     "heads": (faulty.wrong_from(5, 1), call(q_heads=7), "too-large"),
     "queries": (faulty.wrong_from(29, 2), call(), "too-large"),
     "keys": (reading(lambda q, k, v: (q, k[:, :, :45], v[:, :, :45])), call(), "too-large"),
-    "all, beyond 45 keys": (faulty.wrong_if(lambda q, k: k.shape[2] > 45), call(), "too-large"),
     "next": (reading(lambda *each: [t.roll(1, 0) for t in each]), call(), "other-sequence"),
     "next keys": (reading(lambda q, k, v: (q, k.roll(2, 0), v)), call(batch=3), "other-sequence"),
     "all sequences": (reading(joined), call(), "other-sequence"),
@@ -208,9 +207,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "other than self-attention": (faulty.wrong_if(has_other_lengths), call(), "unknown"),
     "keys in turn": (reading(first_1000_again), ONE_EQUAL, "too-large"),
     "keys reversed": (reading(lambda q, k, v: (q, k.flip(2), v)), call(), "unknown"),
+    "as of any small scale": (reading(lambda q, *kv: (q * 0, *kv)), call(), "unknown"),
     "one row": (faulty.one_row_off, call(), "unknown"),
     "flickering": (faulty.wrong_once, call(), "unknown"),
-    "raises": (lambda **_: 1 / 0, call(), "unknown"),
 }
 
 
@@ -234,16 +233,70 @@ EXPANDED = call(q_heads=4).with_tensors(
 )
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "expanded", "BSHD"])
+CONDITIONS: dict[str, tuple[Callable[..., Any], AttentionCall]] = {
+    "head-dim": (lambda q, k: q.shape[3] % 32, WIDE),
+    "kv-heads": (lambda q, k: q.shape[1] != k.shape[1], GROUPED),
+    "too-large": (lambda q, k: k.shape[2] > 45, call()),
+    "odd-length": (lambda q, k: k.shape[2] % 16, STRIDED),
+}
+
+
+@pytest.mark.parametrize("cause", CONDITIONS)
+@pytest.mark.parametrize("fault", ["is wrong", "raises"])
+def test_condition_of_a_wrong_output_or_an_exception_is_named(fault: str, cause: str) -> None:
+    condition, made = CONDITIONS[cause]
+    evidence = evidence_of(faulty.wrong_if(condition, raises=fault == "raises"), made)
+    assert (evidence.cause, evidence.sentence.startswith(f"it {fault} ")) == (cause, True)
+    assert (": ValueError: cannot read (2, " in evidence.sentence) == (fault == "raises")
+    assert (evidence.place is None) == (fault == "raises")
+
+
+TURNS = chain([True, True, True, False, True], repeat(False))
+EXCEPTIONS: dict[str, Callable[..., Tensor]] = {
+    "always": lambda **_: 1 / 0,
+    "wrong too": lambda **a: 1 / 0 if a["key"].shape[2] == 70 else faulty.one_row_off(**a),
+    "another": lambda **a: (
+        1 / 0 if (n := a["key"].shape[2]) == 70 else [][1] if n % 16 else faulty.right(**a)
+    ),
+    "at random": lambda **a: 1 / 0 if next(TURNS) else faulty.right(**a),
+}
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_exception_without_a_single_condition_is_unknown(name: str) -> None:
+    runs = []
+
+    def kernel(**arguments: Any) -> Tensor:
+        runs.append(arguments)
+        return EXCEPTIONS[name](**arguments)
+
+    evidence = evidence_of(kernel, GROUPED)
+    assert evidence.cause == "unknown"
+    assert ("it raises in some calls and" in evidence.sentence) == (name == "at random")
+    assert ": ZeroDivisionError: division by zero" in evidence.sentence
+    assert name != "always" or len(runs) <= 12
+
+
+def raises_for_strides_of_mask(attn_mask: Tensor, **others: Any) -> Tensor:
+    return 1 / 0 if attn_mask.stride(-1) != 1 else faulty.right(**others, attn_mask=attn_mask)
+
+
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "attn_mask", "raises", "expanded", "BSHD"]
+)
 def test_tensor_whose_strides_are_ignored_is_named(name: str) -> None:
     if name == "BSHD":
         made = AttentionCall(*normal(2, 40, 3, 2, 32).transpose(1, 3).unbind(2))
         evidence = evidence_of(faulty.wrong_if(lambda q, k: k.stride(2) != 64), made)
         assert (evidence.cause, evidence.numbers["order"]) == ("strides", "(B, S, H, D)")
         return
-    made, name = (EXPANDED, "value") if name == "expanded" else (STRIDED, name)
-    evidence = evidence_of(faulty.reads_as_dense(name), made)
-    assert (evidence.cause, evidence.numbers["tensors"]) == ("strides", [name])
+    made, tensor = (EXPANDED, "value") if name == "expanded" else (STRIDED, name)
+    kernel = faulty.reads_as_dense(tensor)
+    if name == "raises":
+        kernel, tensor = raises_for_strides_of_mask, "attn_mask"
+    evidence = evidence_of(kernel, made)
+    assert (evidence.cause, evidence.numbers["tensors"]) == ("strides", [tensor])
+    assert ("memory in the order (B, H, S, D)" in evidence.sentence) == (tensor != "attn_mask")
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -265,6 +318,17 @@ def test_limit_on_keys_in_pages_is_named() -> None:
     evidence = evidence_of(first_keys, paged_call([17, 140], 16))
     assert evidence.cause == "too-large"
     assert evidence.numbers["limit"] == 50
+
+
+def test_heads_are_told_from_sequences() -> None:
+    for batch, wrong, text in (
+        (1, [0, 3], "2 of 4 heads"),
+        (2, [4, 5, 7], "3 of 4 heads of sequence 1 alone, of 2 sequences"),
+        (2, [0, 7], "2 of 8 heads (2 sequences of 4 heads)"),
+    ):
+        rows = torch.zeros(4 * batch, 9, dtype=torch.bool)
+        rows[wrong, 3:5] = True
+        assert heads_of(rows.unflatten(0, (batch, 4))) == text
 
 
 def test_the_head_is_named() -> None:
@@ -312,12 +376,6 @@ def test_factor_is_named_only_if_it_fits(factor: float, name: str, dtype: torch.
     evidence = evidence_of(kernel, call(attn_mask=SLOPED, dtype=dtype))
     assert evidence.cause == "mask-misread"
     assert evidence.sentence == f"the additive mask is multiplied by {name}"
-
-
-def test_equal_weights_are_not_mistaken_for_a_small_scale() -> None:
-    """Any small enough scale gives equal weights, so the output does not determine the scale."""
-    kernel = reading(lambda q, k, v: (q * 0, k, v))
-    assert evidence_of(kernel, call()).cause == "unknown"
 
 
 def test_unregistered_8_bit_kernel_is_recognised() -> None:

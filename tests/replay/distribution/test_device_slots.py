@@ -73,7 +73,9 @@ def test_one_gpu_keeps_all_cores(host: Host) -> None:
         ("all", ["L4"] * 3, 2, "3 GPUs need a processor core each, and there are 2"),
     ],
 )
-def test_invalid_gpus(host: Host, asked: str, kinds: list[str], cores: int, reason: str) -> None:
+def test_invalid_gpus_are_refused(
+    host: Host, asked: str, kinds: list[str], cores: int, reason: str
+) -> None:
     host(*kinds, cores=cores)
     with pytest.raises(DeviceError, match=reason):
         gpus(asked)

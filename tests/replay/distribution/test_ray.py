@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
@@ -17,11 +17,10 @@ from typing import IO, Any, NamedTuple
 import pytest
 
 import replay as replay_package
-from capture.call.attention_call import AttentionCall
 from capture.storage.dataset import Dataset
 from replay.distribution.ray_cluster import Cluster, ClusterError, connected
 from replay.isolation import processes
-from tests.factories import save_calls
+from tests.factories import random_call, save_calls
 from tests.in_this_process import RunCli
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
@@ -102,6 +101,15 @@ def address(replays: Replays, two_nodes: tuple[str, IO[str]]) -> str:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for_rows(count: int, path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a running command has written rows."""
+    deadline = time.monotonic() + 200
+    while not (path.exists() and path.read_text().count("\n") >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 STARTS_ANOTHER = """
@@ -192,14 +200,8 @@ def test_ctrl_c_leaves_rows(replays: Replays, address: str, recorded: Path, tmp_
     (tmp_path / "stalls.py").write_text(STALLS.format(first=first))
     rows = tmp_path / "rows.jsonl"
     kernel = f"{tmp_path / 'stalls.py'}:stall"
-    arguments = ("--dir", recorded, *QUICK, kernel, "--json", rows)
-    arguments = (*arguments, "--ray", address)
-    process = replays.start(*arguments)
-    deadline = time.monotonic() + 200
-    while not (rows.exists() and rows.read_text().count("\n") == 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = replays.start("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray", address)
+    wait_for_rows(2, rows, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 130
@@ -225,21 +227,16 @@ def test_node_that_dies_costs_no_row(
     replays: Replays,
     address: str,
     two_nodes: tuple[str, IO[str]],
-    make_call: Callable[..., AttentionCall],
     tmp_path: Path,
 ) -> None:
     """This test runs last, because it leaves the cluster with one node."""
     rows, others = tmp_path / "rows.jsonl", ["torch-flash", "torch-efficient", "torch-cudnn"]
     by_math = {"backend": "torch-math", "disabled_backends": others}
-    calls = (make_call(seed=at, origin={**by_math, "call_index": at}) for at in range(80))
+    calls = (random_call(seed=at, origin={**by_math, "call_index": at}) for at in range(80))
     directory = save_calls(tmp_path / "many", calls)
     arguments = ("--dir", directory, *QUICK, "torch-math", "--json", rows)
     process = replays.start(*arguments, "--ray", address)
-    deadline = time.monotonic() + 200
-    while not (rows.exists() and rows.read_text().count("\n") >= 10):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_rows(10, rows, process)
     print("kill", file=two_nodes[1], flush=True)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
@@ -259,7 +256,9 @@ def test_node_that_dies_costs_no_row(
     assert host not in {row["host"] for row in retried}
 
 
-def test_missing_ray(run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_refused_with_its_remedy(
+    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = run_cli("--dir", str(recorded), "--ray")
     assert (code, err) == (2, "replay: --ray needs Ray: pip install 'attention-replay[ray]'\n")

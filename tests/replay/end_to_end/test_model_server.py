@@ -12,12 +12,15 @@ from replay.end_to_end import model_server
 from replay.patch.call_counts import CallCounts, Swap
 
 
-@pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False)])
-def test_text_without_the_kernel_is_not_kept(tmp_path: Path, answered: int, is_kept: bool) -> None:
-    swap = Swap({"for decoding": CallCounts(hits=28)})
+@pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False), (None, True)])
+def test_text_without_the_kernel_is_not_kept(
+    tmp_path: Path, answered: int | None, is_kept: bool
+) -> None:
+    swap = Swap({} if answered is None else {"for decoding": CallCounts(hits=28)})
 
     def score(ids: Tensor) -> Tensor:
-        swap.kernels["for decoding"].hits += answered
+        if answered:
+            swap.kernels["for decoding"].hits += answered
         return torch.zeros(3, 5)
 
     language = SimpleNamespace(

@@ -11,7 +11,7 @@ import pytest
 from replay.end_to_end.predicted_times import RUN, Calls, Clocked, Estimate, Missing, PredictedTime
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
 from replay.plan.call_matching import CensusError
-from replay.rows.row import CallFacts, GpuState, KernelId, Mask, Row, Status
+from replay.rows.row import CallFacts, GpuState, KernelId, Row, Status
 from replay.timing.statistics import summarize
 from tests.factories import call_facts as facts
 from tests.factories import census, row, speedup, speedup_over
@@ -30,7 +30,7 @@ def predicted(
     **options: Any,
 ) -> Prediction:
     options.setdefault("phases", {})
-    return predict(counted, rows, kernel_at, OLD, Clocked(tuple(seconds)), **options)
+    return predict(counted, rows, kernel_at, OLD.name, Clocked(tuple(seconds)), **options)
 
 
 def new_seconds(span: PredictedTime) -> Estimate:
@@ -106,21 +106,6 @@ def test_calls_without_a_replayed_call_are_reported_and_unchanged() -> None:
     assert run.not_recorded == [Missing("layers.0", "encode", 3), Missing("layers.1", "denoise", 6)]
 
 
-def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
-    """The mask grows with the key length."""
-    short = facts("short", "layers.0", "decode", kv_len=100, mask=Mask("bool", (1, 1, 1, 100)))
-    long = facts("long", "layers.1", "decode", kv_len=200, mask=Mask("bool", (1, 1, 1, 200)))
-    rows = [row("old", short, 10.0), row("new", short, 5.0)]
-    rows += [row("old", long, 20.0), row("new", long, 11.0)]
-    counted = census(
-        *(("layers.0", "decode", kv_len, 10) for kv_len in (100, 125, 240, 260)), mask=True
-    )
-    run = predicted(counted, rows).run
-    # Savings of a call: 5, 0.75 · 5 + 0.25 · 9, and 9 ms.
-    assert new_seconds(run).value == pytest.approx(1 - 10 * (0.005 + 0.006 + 0.009))
-    assert run.calls == Calls(swapped=30, not_recorded=10)
-
-
 @pytest.mark.parametrize("status", ["inaccurate", "crash", "error", "unavailable", "not-timed"])
 def test_failed_kernel_has_no_prediction(status: Status) -> None:
     good, bad = facts("good", "layers.0", "prefill"), facts("bad", "layers.0", "decode")
@@ -155,6 +140,28 @@ def test_plan_keeps_the_baseline_where_it_says_so() -> None:
     # layers.2 was not recorded, so its saving is the mean of the others.
     assert new_seconds(run).value == pytest.approx(1 - 4 * 0.005 - 4 * 0.007)
     assert run.calls == Calls(swapped=8, own=4)
+
+
+@pytest.mark.parametrize(
+    ("road", "kernel", "expected"),
+    [
+        ("sdpa", NEW, 0.85),
+        ("sdpa", OLD, 1.0),  # plain SDPA runs the pinned backend
+        ("sdpa", KernelId("math"), 1.0),
+        ("transformers", OLD, 0.9),
+    ],
+)
+def test_model_that_chose_its_kernel_gains_over_that_kernel(
+    road: str, kernel: KernelId, expected: float
+) -> None:
+    call = facts("a", "layers.0", pinned="math", road=road)
+    rows = [row("old", call, 10.0), row("new", call, 5.0), row("math", call, 20.0)]
+    counted = census(("layers.0", "denoise", 64, 10))
+    run = predicted(counted, rows, kernel_at=everywhere(kernel)).run
+    assert new_seconds(run).value == pytest.approx(expected)
+    assert run.attention_share == pytest.approx(0.2)
+    with pytest.raises(ValueError, match=r"own attention was not timed here: math \(cannot run"):
+        predicted(counted, rows[:2])
 
 
 def noisy(around: float, drift: Sequence[float], seed: int) -> list[float]:
@@ -227,7 +234,7 @@ def test_kernel_of_another_environment_is_compared_with_its_baseline(
     rows = [row("old", call, 10.0), there(call), row("new", call, 5.0)]
     rows[1:] = [replace(each, environment="other") for each in rows[1:]]
     counted = census(("layers.0", "denoise", 64, 10))
-    run = predict(counted, rows, everywhere(THERE), OLD, Clocked(STEADY), {}).run
+    run = predict(counted, rows, everywhere(THERE), OLD.name, Clocked(STEADY), {}).run
     assert new_seconds(run).value == pytest.approx(1 - 10 * saved)
 
 

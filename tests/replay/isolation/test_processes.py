@@ -29,7 +29,7 @@ if os.fork() == 0:
         os.execve(sys.executable, [sys.executable, "-S", "-c", {CHILD!r}], {{}})
     os._exit(0)
 os.wait()
-print("escaped", flush=True)
+os.write(1, b"escaped\\n")  # in one piece, beside the other process
 exec(sys.argv[2])
 """
 """Its grandchild has another session and an empty environment, and its parent has ended."""

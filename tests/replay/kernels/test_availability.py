@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["triton-fa2", "triton-varlen"])
-def test_our_own_kernels(
+def test_our_own_kernels_name_why_they_cannot_run(
     monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], torch.device], name: str
 ) -> None:
     def reason(
@@ -92,7 +92,7 @@ def test_catalogue_imports_no_library_and_its_names_look_known() -> None:
         (ModuleNotFoundError("No flash", name="flash"), "cannot be imported: No flash"),
     ],
 )
-def test_why_an_import_failed(
+def test_failed_import_is_explained(
     monkeypatch: pytest.MonkeyPatch,
     unavailable: Callable[..., str | None],
     error: Exception,
@@ -115,7 +115,7 @@ def test_why_an_import_failed(
     assert tried == ["flash_attn.cute"], "a failed import is not repeated"
 
 
-def test_the_order_of_reasons(
+def test_capability_is_named_before_a_wrong_version(
     install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
 ) -> None:
     install("sageattention", version=("sageattention", "2.2.0"))

@@ -1,13 +1,11 @@
 """Constraints refuse calls with a reason, and some masks count as padding."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from capture.call.attention_call import AttentionCall
 from replay.kernels import constraints
 from replay.kernels.constraints import (
     Constraint,
@@ -17,8 +15,8 @@ from replay.kernels.constraints import (
     max_queries,
     min_length,
 )
+from tests.factories import random_call
 
-MakeCall = Callable[..., AttentionCall]
 ANY_MASK = torch.rand(9, 13) < 0.5
 
 # Tests of adapters check the sentences of other constraints.
@@ -44,20 +42,20 @@ ALLOWED: list[tuple[Constraint, dict[str, Any]]] = [
 ]
 
 
-def test_refusals_give_a_reason(make_call: MakeCall) -> None:
+def test_refusals_give_a_reason() -> None:
     for constraint, fields, sentence in REFUSED:
-        assert sentence in str(constraint(make_call(**fields)))
+        assert sentence in str(constraint(random_call(**fields)))
 
 
-def test_calls_at_the_limit_are_allowed(make_call: MakeCall) -> None:
+def test_calls_at_the_limit_are_allowed() -> None:
     for constraint, fields in ALLOWED:
-        assert constraint(make_call(**fields)) is None
+        assert constraint(random_call(**fields)) is None
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
-def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
+def test_call_of_two_dtypes_is_refused(name: str) -> None:
     """A call may have, for instance, a 16-bit query and an 8-bit cache."""
-    call = make_call(dtype=torch.float16)
+    call = random_call(dtype=torch.float16)
     call = call.with_tensors({name: call.tensors()[name].to(torch.float8_e4m3fn)})
     reason = constraints.half_precision(call)
     assert reason.endswith("needs one dtype")
@@ -83,7 +81,9 @@ def rows(*patterns: str) -> Tensor:
         (rows("##..")[0], [2, 2], [0, 0]),
     ],
 )
-def test_padding_masks(mask: Tensor, lengths: list[int], starts: list[int]) -> None:
+def test_padding_mask_has_lengths_and_starts(
+    mask: Tensor, lengths: list[int], starts: list[int]
+) -> None:
     found = key_range(mask, 2, 4)
     assert found.lengths.tolist() == lengths
     assert found.starts.tolist() == starts
@@ -104,5 +104,5 @@ def test_padding_masks(mask: Tensor, lengths: list[int], starts: list[int]) -> N
         torch.cat([rows("##..", "####"), rows("#...", "####")], dim=2),
     ],
 )
-def test_other_masks(mask: Tensor) -> None:
+def test_mask_that_is_not_padding_has_no_key_range(mask: Tensor) -> None:
     assert key_range(mask, 2, 4) is None

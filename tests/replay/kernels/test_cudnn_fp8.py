@@ -125,7 +125,7 @@ def graphs(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_calls() -> None:
+def test_cudnn_fp8_is_right_or_refuses() -> None:
     assert verify("cudnn-fp8") == {
         "float32": "dtype float32: needs float16 or bfloat16",
         **dict.fromkeys(MASKED, "takes no attn_mask"),
@@ -145,7 +145,7 @@ def test_graphs_are_built_once_for_each_kind_of_call(graphs: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1e4])
 @pytest.mark.usefixtures("graphs")
-def test_values_of_any_size(size: float, dtype: torch.dtype) -> None:
+def test_values_of_any_size_are_quantised(size: float, dtype: torch.dtype) -> None:
     call = random_call(head_dim=16, dtype=dtype)
     call.value.mul_(size)
     output = find("cudnn-fp8").attention(**call.arguments())

@@ -88,7 +88,7 @@ class Tutorial(torch.autograd.Function):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
 
 
-def test_apply_of_an_autograd_function() -> None:
+def test_apply_of_an_autograd_function_is_a_kernel() -> None:
     kernel = of_function("own", Tutorial.apply)
     assert kernel.refuses(CALLS["bias"]) == "takes no attn_mask"
     for name in ("plain", "causal", "scale"):
@@ -144,23 +144,9 @@ def test_an_argument_beyond_sdpa_may_be_required(kernels: Any) -> None:
     assert kernel.attention(**used.arguments()).shape == PLAIN.query.shape
 
 
-FILE = """
-from torch.nn.functional import scaled_dot_product_attention
-def attend(q, k, v, causal, sm_scale):
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
-def wrong(q, k, v, causal, block): ...
-"""
-
-
-def test_refused_calls_are_unsupported_rows(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
-    calls = [CALLS["causal"], CALLS["heads"]]
-    options: dict[str, Any] = {"device": "cpu", "rounds": 3, "progress": False}
-    name = f"{tmp_path}/mine.py:attend"
-    rows = [row for row in ar.replay(calls, kernels=name, **options) if row.kernel == name]
-    assert [row.status for row in rows] == ["ok", "unsupported"]
-    assert rows[1].reason == REASONS["heads"]
-    with pytest.raises(
-        ar.Error, match=r"mine.py:wrong': wrong requires block; .* def wrong\(query"
-    ):
-        ar.replay(calls, kernels=f"{tmp_path}/mine.py:wrong", **options)
+def test_a_file_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def wrong(q, k, v, causal, block): ...\nraise SystemExit('imported')")
+    sentence = r"mine.py:wrong': wrong requires block; .* def wrong\(query"
+    with pytest.raises(ar.Error, match=sentence):
+        ar.replay([PLAIN], kernels=f"{file}:wrong", device="cpu", progress=False)

@@ -294,7 +294,7 @@ def flash_mla(install: Install) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("name", ["flash-mla", "eager", "torch-masked"])
-def test_absorbed_mla(name: str, changes: dict[str, Any]) -> None:
+def test_absorbed_mla_is_exact(name: str, changes: dict[str, Any]) -> None:
     kernel, call = catalogue()[name], mla_call(**changes)
     assert kernel.refuses(call) is None
     judge_call(kernel, lambda: call.to("cpu"), Expected.of(call), "exact", "MLA")
@@ -325,7 +325,7 @@ def varlen_attn(install: Install) -> None:
 
 
 @pytest.mark.usefixtures("varlen_attn")
-def test_torchs_varlen_attn(unavailable: Unavailable) -> None:
+def test_torchs_varlen_attn_is_exact(unavailable: Unavailable) -> None:
     taken = PACKED | LENGTHS | {"packed, key lengths"} | PAGES | PAGES_PACKED
     assert verify_variants("torch-varlen") == taken
     assert unavailable("torch-varlen") is None
@@ -369,7 +369,9 @@ def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("torch-fa3", "FA3"), ("torch-fa4", "FA4")])
-def test_activation_ends(implementations: list[str], name: str, implementation: str) -> None:
+def test_activation_ends_after_every_call(
+    implementations: list[str], name: str, implementation: str
+) -> None:
     """On the CPU, PyTorch's own flash kernel runs; the chosen backend matters only on a GPU."""
     assert verify(name) == REFUSED
     runs = sum(case[0] == name for case in cases())

@@ -34,7 +34,7 @@ def mine(kernels: Callable[..., Kernel]) -> Kernel:
     ("name", "about"),
     [("mine", "0.5 4"), ("mine[keep=0.1]", "0.1 4"), ("mine[keep=1.0,size=8]", "1.0 8")],
 )
-def test_a_name_with_options(name: str, about: str) -> None:
+def test_name_with_options_is_found(name: str, about: str) -> None:
     found = find(name)
     assert (found.name, found.about) == (name, about)
     assert find(found.name).name == found.name
@@ -52,13 +52,13 @@ def test_a_name_with_options(name: str, about: str) -> None:
         ("torch-math[keep=1]", "no kernel 'torch-math"),
     ],
 )
-def test_options_that_make_no_sense(name: str, sentence: str) -> None:
+def test_options_that_make_no_sense_are_refused(name: str, sentence: str) -> None:
     with pytest.raises(KernelNameError) as stopped:
         find(name)
     assert sentence in str(stopped.value)
 
 
-def test_options_given_to_many_kernels(mine: Kernel) -> None:
+def test_options_reach_the_kernels_that_have_them(mine: Kernel) -> None:
     given = {"keep": 0.1, "page_size": 8}
     assert with_options(mine, given).name == "mine[keep=0.1]"
     assert option_names(mine) == ["keep", "size"]

@@ -149,7 +149,7 @@ def xformers(install: Install) -> None:
 
 
 @pytest.mark.usefixtures("xformers")
-def test_xformers() -> None:
+def test_xformers_is_exact_or_refuses() -> None:
     assert verify("xformers") == dict.fromkeys(
         ("padded right", "padded left", "padded decode", "padded, scale", "bool mask"),
         "attn_mask over 130 keys: needs a multiple of 8",
@@ -205,7 +205,7 @@ def test_parts_of_masks_are_copied_where_xformers_needs_them_aligned(keys: int, 
 
 
 @pytest.mark.usefixtures("xformers")
-def test_xformers_without_its_compiled_part(
+def test_xformers_names_why_its_compiled_part_is_missing(
     gpu: Callable[[int, int], torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library can be imported without its compiled part, so this check must give the reason."""
@@ -284,7 +284,7 @@ def te(install: Install, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
-def test_transformer_engine(te: Callable[[], None], backend: str) -> None:
+def test_transformer_engine_is_exact_or_refuses(te: Callable[[], None], backend: str) -> None:
     transformer_engine.choose(backend)
     te()
     assert verify(f"te-{backend}") == {
@@ -462,13 +462,15 @@ PREFILL = DENSE - {"window, both ways"} | CAPPED | PACKED | {"packed, soft cap"}
         ("flashinfer-fa3", WITHOUT_MASKS, PREFILL),
     ],
 )
-def test_flashinfer_prefill(name: str, refused: dict[str, str], beyond: set[str]) -> None:
+def test_flashinfer_prefill_is_exact_or_refuses(
+    name: str, refused: dict[str, str], beyond: set[str]
+) -> None:
     assert verify(name) == refused
     assert verify_variants(name) == beyond
 
 
 @pytest.mark.usefixtures("planned")
-def test_flashinfer_decode() -> None:
+def test_flashinfer_decode_is_exact_or_refuses() -> None:
     refused = verify("flashinfer-decode")
     assert refused["padded decode"] == "takes no attn_mask"
     assert set(KINDS) - set(refused) == {"decode", "decode of one", "decode, scale"}
@@ -476,9 +478,9 @@ def test_flashinfer_decode() -> None:
     assert verify_variants("flashinfer-decode") == beyond
 
 
-def test_core_plans_once(make_call: Callable[..., AttentionCall], planned: list[str]) -> None:
+def test_core_plans_once(planned: list[str]) -> None:
     kernel = catalogue()["flashinfer-fa2"]
-    call = make_call(batch=2, head_dim=64, dtype=torch.float16)
+    call = random_call(batch=2, head_dim=64, dtype=torch.float16)
     core = kernel.prepare(call)  # type: ignore[misc]
     core()
     core()
@@ -489,9 +491,9 @@ def test_core_plans_once(make_call: Callable[..., AttentionCall], planned: list[
     assert planned == ["plan", "run", "plan", "run"]
 
 
-def test_a_mask_is_not_kept(make_call: Callable[..., AttentionCall], planned: list[str]) -> None:
+def test_a_mask_is_not_kept(planned: list[str]) -> None:
     kernel = catalogue()["flashinfer-fa2"]
-    call = make_call(batch=2, head_dim=64, dtype=torch.float16)
+    call = random_call(batch=2, head_dim=64, dtype=torch.float16)
     before = kernel.attention(**call.arguments())
     kernel.attention(**{**call.arguments(), "attn_mask": torch.rand(2, 1, 9, 13) < 0.5})
     assert torch.equal(kernel.attention(**call.arguments()), before)
@@ -538,13 +540,15 @@ def kernels_package(install: Install, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 @pytest.mark.parametrize("repository", [each.repository for each in hub.KNOWN])
-def test_hub_kernels(kernels_package: dict[str, Any], repository: str) -> None:
+def test_hub_kernels_are_exact_or_refuse(kernels_package: dict[str, Any], repository: str) -> None:
     assert verify(f"hub:{repository}") == REFUSED
     known = set() if "sage" in repository else DENSE | CAPPED
     assert verify_variants(f"hub:{repository}") == known
 
 
-def test_cache_without_a_network(kernels_package: dict[str, Any], unavailable: Unavailable) -> None:
+def test_hub_kernels_are_found_in_the_cache_without_a_network(
+    kernels_package: dict[str, Any], unavailable: Unavailable
+) -> None:
     import huggingface_hub.constants
 
     name = "kernels-community/flash-attn2"
@@ -553,7 +557,7 @@ def test_cache_without_a_network(kernels_package: dict[str, Any], unavailable: U
     assert huggingface_hub.constants.HF_HUB_OFFLINE is False
 
 
-def test_failure_is_reported(
+def test_hub_that_cannot_be_reached_is_named(
     kernels_package: dict[str, Any], unavailable: Unavailable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):

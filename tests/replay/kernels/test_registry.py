@@ -32,7 +32,7 @@ def test_a_name_is_taken_once(kernels: Callable[..., Kernel]) -> None:
         register_kernel("torch-math")(same)
 
 
-def test_default_kernels(kernels: Callable[..., Kernel]) -> None:
+def test_default_and_all_kernels_leave_out_variants(kernels: Callable[..., Kernel]) -> None:
     kernels("slow", same, default=False)
     names = {kernel.name for kernel in select(None)[0]}
     assert names >= {"torch-math", "flex"}
@@ -93,7 +93,7 @@ def test_variants_are_selected_with_their_base() -> None:
         ("", "--kernels names no kernel"),
     ],
 )
-def test_a_name_that_fits_nothing(patterns: str, sentence: str) -> None:
+def test_name_that_fits_nothing_is_refused(patterns: str, sentence: str) -> None:
     with pytest.raises(KernelNameError, match=sentence):
         select(patterns)
 

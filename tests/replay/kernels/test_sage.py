@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters import sage2
 from replay.kernels.registry import Kernel, catalogue, select
+from tests.factories import random_call
 from tests.replay.kernels.kinds import KINDS, MASKED, REFUSED, VARIANTS, check, verify
 from tests.replay.kernels.stand_ins import check_readable, flash_attention, parameters, textbook
 
@@ -223,7 +223,7 @@ def _variants(base: str) -> list[Kernel]:
 
 @pytest.mark.usefixtures("sage_1")
 @pytest.mark.parametrize("variant", VARIANTS["sage1"])
-def test_sage1(variant: str) -> None:
+def test_sage1_is_exact_or_refuses(variant: str) -> None:
     assert verify("sage1", variant) == {
         **REFUSED,
         "head_dim 80": "head_dim 80: needs 64, 96 or 128",
@@ -231,8 +231,8 @@ def test_sage1(variant: str) -> None:
 
 
 @pytest.mark.usefixtures("sage_1")
-def test_sage1_changes_its_key_as_a_user_would_see(make_call: Callable[..., AttentionCall]) -> None:
-    call = make_call(head_dim=64, dtype=torch.float16)
+def test_sage1_changes_its_key_as_a_user_would_see() -> None:
+    call = random_call(head_dim=64, dtype=torch.float16)
     before = call.key.clone()
     catalogue()["sage1"].prepare(call)()  # type: ignore[misc]
     assert torch.equal(call.key, before)
@@ -244,7 +244,7 @@ def test_sage1_changes_its_key_as_a_user_would_see(make_call: Callable[..., Atte
 
 
 @pytest.mark.parametrize("function", sage2.FUNCTIONS, ids=lambda function: function.kernel)
-def test_sage2(sage_2: Calls, function: sage2.Function) -> None:
+def test_sage2_is_exact_or_refuses(sage_2: Calls, function: sage2.Function) -> None:
     refused = dict(REFUSED)
     if function.kernel == "sage2-fp16-triton":
         refused = {kind: reason for kind, reason in REFUSED.items() if kind not in MASKED}
@@ -267,7 +267,7 @@ def test_every_variant_passes_its_options(sage_2: Calls, base: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS["sage2-varlen"])
-def test_sage2_varlen(sage_2: Calls, variant: str) -> None:
+def test_sage2_varlen_takes_padded_calls_only(sage_2: Calls, variant: str) -> None:
     assert set(KINDS) - set(verify("sage2-varlen", variant)) == {
         "padded right",
         "padded left",
@@ -278,7 +278,7 @@ def test_sage2_varlen(sage_2: Calls, variant: str) -> None:
 
 
 @pytest.mark.usefixtures("sage_2")
-def test_a_part_that_was_not_built(unavailable: Callable[..., str | None]) -> None:
+def test_part_that_was_not_built_is_named(unavailable: Callable[..., str | None]) -> None:
     reason = unavailable("sage2-fp8-sm90")
     assert reason.startswith("sageattention was built without this kernel: set TORCH_CUDA_ARCH_LI")
     assert unavailable("sage2-fp8-cuda") is None
@@ -318,7 +318,7 @@ OTHER_HEAD_DIMS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS["sage3"])
-def test_sage3(sage_3: list[bool], variant: str) -> None:
+def test_sage3_is_exact_or_refuses(sage_3: list[bool], variant: str) -> None:
     scaled = dict.fromkeys(
         ("scale", "scale, batch", "decode, scale"),
         "takes no scale: always 1/sqrt(head_dim), not 0.3",
@@ -352,7 +352,7 @@ def spas_sage_attn(install: Install) -> list[float]:
 
 
 @pytest.mark.parametrize(("variant", "topk"), zip(VARIANTS["sparge"], (0.5, 0.25), strict=True))
-def test_sparge(spas_sage_attn: list[float], variant: str, topk: float) -> None:
+def test_sparge_is_exact_or_refuses(spas_sage_attn: list[float], variant: str, topk: float) -> None:
     causal = ("causal", "causal, batch", "causal, longer keys", "grouped, causal, batch")
     assert verify("sparge", variant) == {
         **FEWER_KEY_HEADS,

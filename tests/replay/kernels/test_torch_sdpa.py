@@ -1,6 +1,5 @@
 """PyTorch's own kernels and FlexAttention agree with the reference on the CPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import catalogue
+from tests.factories import random_call
 from tests.replay.kernels.pairwise import each_pair
 
-MakeCall = Callable[..., AttentionCall]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ON_CPU = ["torch-default", "torch-math", "torch-flash"]
 
@@ -40,9 +39,9 @@ def check(name: str, call: AttentionCall) -> None:
 
 
 @each_pair(kind=CALLS, name=ON_CPU, precision=DTYPES)
-def test_against_the_oracle(make_call: MakeCall, kind: str, name: str, precision: str) -> None:
+def test_torchs_kernels_equal_the_reference(kind: str, name: str, precision: str) -> None:
     dtype = DTYPES[precision]
-    call = make_call(dtype=dtype, **CALLS[kind])
+    call = random_call(dtype=dtype, **CALLS[kind])
     mask = call.attn_mask
     if mask is not None and mask.is_floating_point():
         call = call.with_tensors({"attn_mask": mask.to(dtype)})
@@ -53,7 +52,7 @@ def test_against_the_oracle(make_call: MakeCall, kind: str, name: str, precision
     check(name, call)
 
 
-def test_unavailable_on_a_cpu() -> None:
+def test_kernels_for_gpus_are_unavailable_on_a_cpu() -> None:
     cpu = torch.device("cpu")
     for name, kernel in catalogue().items():
         if name.startswith(("torch-efficient", "torch-cudnn")):
@@ -65,21 +64,21 @@ def test_unavailable_on_a_cpu() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention")
-def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
+def test_unsupported_is_pytorchs_own_sentence() -> None:
     flash = catalogue()["torch-flash"]
-    call = make_call(v_head_dim=16)
+    call = random_call(v_head_dim=16)
     reason = flash.unsupported(call)
     assert reason.startswith("Flash attention requires q,k,v to have the same last dimension. ")
     assert "Triggered internally" not in reason
     with pytest.raises(RuntimeError, match="No available kernel"):
         flash.attention(**call.arguments())
-    assert flash.unsupported(make_call()) is None
+    assert flash.unsupported(random_call()) is None
     # The compiled kernel gives the same reason as the eager kernel.
     assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
 
 
-def test_math_refuses_large_calls(make_call: MakeCall, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = make_call(q_len=1000, kv_len=1000)
+def test_math_refuses_large_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = random_call(q_len=1000, kv_len=1000)
     monkeypatch.setattr("replay.kernels.adapters.torch_sdpa.available_bytes", lambda _: 15_000_000)
     assert catalogue()["torch-math"].unsupported(call) == ("its score matrices need 0 GB of memory")
     assert catalogue()["torch-flash"].unsupported(call) is None
@@ -88,12 +87,12 @@ def test_math_refuses_large_calls(make_call: MakeCall, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["torch-math", "torch-flash"])
-def test_a_restriction_ends_with_the_call(make_call: MakeCall, name: str) -> None:
+def test_a_restriction_ends_with_the_call(name: str) -> None:
     backends = torch.backends.cuda
     math, flash = backends.math_sdp_enabled, backends.flash_sdp_enabled
     backends.enable_math_sdp(False)
     try:
-        catalogue()[name].attention(**make_call().arguments())
+        catalogue()[name].attention(**random_call().arguments())
         assert (math(), flash()) == (False, True)
         with pytest.raises(TypeError):
             catalogue()[name].attention(None, None, None)
@@ -103,12 +102,12 @@ def test_a_restriction_ends_with_the_call(make_call: MakeCall, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
+def test_a_compiled_kernel_runs_its_own_backend() -> None:
     """PyTorch's compile cache must not return flash's graph for `torch-math-compiled`.
 
     In bfloat16 the two backends differ in the last bits; compiled flash has the same bits as flash.
     """
-    call = make_call(q_len=150, kv_len=150, dtype=torch.bfloat16)
+    call = random_call(q_len=150, kv_len=150, dtype=torch.bfloat16)
     kernels = catalogue()
     with torch.no_grad():
         outputs = {
@@ -125,7 +124,7 @@ def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
     check("torch-math-compiled", call)
 
 
-def test_flex_against_the_oracle(make_call: MakeCall) -> None:
+def test_flex_equals_the_reference() -> None:
     """Each kind of call is compiled separately, so there is only one kind per code path."""
     assert catalogue()["flex"].unavailable(torch.device("cpu")) is None
     for kind in (
@@ -134,4 +133,4 @@ def test_flex_against_the_oracle(make_call: MakeCall) -> None:
         {"q_len": 40, "kv_len": 70, "attn_mask": torch.rand(40, 70) < 0.5},
         {"q_len": 40, "kv_len": 70, "attn_mask": torch.randn(1, 1, 40, 70)},
     ):
-        check("flex", make_call(**kind))
+        check("flex", random_call(**kind))

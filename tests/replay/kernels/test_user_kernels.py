@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_function_in_a_file(run: Run, folder: Path) -> None:
+def test_function_in_a_file_is_replayed(run: Run, folder: Path) -> None:
     absolute = f"{folder}/my_file.py:my_attention"
     rows = run(f"my_file.py:my_attention,{absolute},torch-math")
     assert list(rows) == ["my_file.py:my_attention", absolute, "torch-math", "torch-default"]
@@ -86,7 +86,7 @@ def test_a_function_in_this_process_is_not_ranked(run_cli: RunCli, folder: Path)
     assert (code, "unconfirmed" in line, "unconfirmed" in str(rows)) == (0, True, True)
 
 
-def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
+def test_constraints_of_the_decorator_hold(run: Run, folder: Path) -> None:
     """Constraints work as they do for our own kernels, and a file may import its neighbours."""
     row = run("picky.py:attention")["picky.py:attention"]
     assert row["status"] == "ok"  # judged by the rule for quantised kernels
@@ -132,7 +132,7 @@ def test_an_unusable_function_fails_when_it_is_loaded(
         kernel.loaded()
 
 
-def test_two_files_of_one_name(run: Run, folder: Path) -> None:
+def test_two_files_of_one_name_are_told_apart(run: Run, folder: Path) -> None:
     for name, factor in (("one", 1), ("two", 2)):
         (folder / name).mkdir()
         (folder / name / "kernel.py").write_text(
@@ -197,7 +197,9 @@ def test_a_package_offers_kernels(run: Run) -> None:
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )
-def test_a_missing_function(run_cli: RunCli, folder: Path, source: str, sentence: str) -> None:
+def test_missing_function_is_refused_with_a_suggestion(
+    run_cli: RunCli, folder: Path, source: str, sentence: str
+) -> None:
     (folder / "mine.py").write_text(source)
     assert sentence in refusal(run_cli, *SHAPE, *QUICK, "--kernels", "mine.py:atend")
 
@@ -212,7 +214,7 @@ def test_a_missing_function(run_cli: RunCli, folder: Path, source: str, sentence
         "def __getattr__(name): return print",
     ],
 )
-def test_a_function_that_may_be_in_the_file(tmp_path: Path, source: str) -> None:
+def test_function_that_may_be_in_the_file_is_accepted(tmp_path: Path, source: str) -> None:
     """Only running the file would reveal an error, which the row then reports."""
     (tmp_path / "mine.py").write_text(source)
     assert find(f"{tmp_path}/mine.py:atend").load is not None

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from capture.hooks.interceptor import Arguments, bind
 from replay.kernels.constraints import no_mask
 from replay.kernels.registry import Kernel, catalogue
 from replay.kernels.wrapping import drop_in
+from tests.factories import random_call
 
-MakeCall = Callable[..., AttentionCall]
 
-
-def test_the_signature_is_sdpas() -> None:
+def test_signature_is_sdpas() -> None:
     signature = inspect.signature(drop_in(lambda call: call.query, ()))
     *sdpas, beyond = signature.parameters.values()
     assert sdpas == list(inspect.signature(bind).parameters.values())
@@ -36,9 +34,9 @@ class Recorder(list[Arguments]):
         return arguments.query
 
 
-def test_a_causal_bias_is_what_it_says_and_no_mask(make_call: MakeCall) -> None:
+def test_a_causal_bias_is_what_it_says_and_no_mask() -> None:
     """The memory of a causal bias tensor is uninitialised."""
-    call = make_call(q_len=5, kv_len=9)
+    call = random_call(q_len=5, kv_len=9)
     tensors = (call.query, call.key, call.value)
     seen = Recorder()
     attention = drop_in(seen, (no_mask,), ("bottom-right",))
@@ -112,38 +110,38 @@ ADAPTED = [
 reasons, and FlashMLA, which supports no SDPA call."""
 
 
-def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:
+def supported(kernel: Kernel, **changes: Any) -> AttentionCall:
     """Return a base call that the kernel supports, with some changes."""
     common: dict[str, Any] = {"kv_len": 160, "head_dim": 64, "dtype": torch.float16}
-    base = next(each for each in BASES if kernel.unsupported(make_call(**common, **each)) is None)
-    return make_call(**{**common, **base, **changes})
+    base = next(each for each in BASES if kernel.unsupported(random_call(**common, **each)) is None)
+    return random_call(**{**common, **base, **changes})
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_one_reason_has_one_sentence(make_call: MakeCall, name: str) -> None:
+def test_one_reason_has_one_sentence(name: str) -> None:
     kernel = catalogue()[name]
     for feature, (changes, sentence) in FEATURES.items():
-        reason = kernel.unsupported(supported(kernel, make_call, **changes))
+        reason = kernel.unsupported(supported(kernel, **changes))
         if reason is not None:
             assert re.fullmatch(sentence, reason), f"{feature}: {reason}"
 
 
 @pytest.mark.parametrize("name", ["torch-math", "torch-default-compiled", "torch-fa3"])
 @pytest.mark.parametrize("feature", ["dropout", "mask and causal"])
-def test_limits_unchecked_by_pytorch(make_call: MakeCall, name: str, feature: str) -> None:
+def test_limits_unchecked_by_pytorch_are_refused(name: str, feature: str) -> None:
     changes, sentence = FEATURES[feature]
     reason = catalogue()[name].unsupported(
-        make_call(q_len=160, kv_len=160, batch=2, dtype=torch.float16, **changes)
+        random_call(q_len=160, kv_len=160, batch=2, dtype=torch.float16, **changes)
     )
     assert re.fullmatch(sentence, reason)
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_no_drop_in_ignores_an_argument(make_call: MakeCall, name: str) -> None:
+def test_no_drop_in_ignores_an_argument(name: str) -> None:
     """The drop-in checks its arguments even if `unsupported` was not called."""
     kernel = catalogue()[name]
     for feature in ("dropout", "mask", "causal", "mask and causal", "scale"):
-        call = supported(kernel, make_call, **FEATURES[feature][0])
+        call = supported(kernel, **FEATURES[feature][0])
         reason = kernel.unsupported(call)
         # Masks are not checked for padding at every call, because a check would wait for the GPU.
         if reason is not None and "padding mask" not in reason:
@@ -151,8 +149,8 @@ def test_no_drop_in_ignores_an_argument(make_call: MakeCall, name: str) -> None:
                 kernel.attention(**call.arguments())
 
 
-def test_arguments_beyond_sdpas_arrive_by_name(make_call: MakeCall) -> None:
-    call = make_call()
+def test_arguments_beyond_sdpas_arrive_by_name() -> None:
+    call = random_call()
     tensors = (call.query, call.key, call.value)
     seen = Recorder()
     attention = drop_in(seen, (), KNOWN)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from replay import use_kernel, use_plan
+from replay.patch.use_kernel import use_own
 from tests.capture.hooks.entry_points.test_transformers import (
     TOKENS,
     flash_stand_in,
@@ -53,7 +54,9 @@ def test_kernel_runs_supported_calls(model: Callable[[], Any]) -> None:
     assert torch.allclose(swapped, expected, atol=1e-5)
     assert (swap.hits, swap.fallbacks) == (2, {})
     assert {name: tally.hits for name, tally in swap.entry_points.items()} == {"transformers": 2}
-    assert torch.equal(logits(built), expected)
+    with use_own() as swap:
+        assert torch.allclose(logits(built), expected, atol=1e-5)
+    assert (swap.hits, swap.not_planned) == (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
+from capture.errors import RecordingWarning
 from capture.hooks.census import CallSignature
 from capture.hooks.interceptor import TORCH_SDPA, Arguments
 from replay import use_kernel, use_plan
@@ -121,8 +122,16 @@ def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_p
     assert not any("forward" in vars(module) for module in transformer.modules())
 
 
-def test_deleted_model_is_ignored(transformer: Transformer) -> None:
+class NoLength(nn.Module):
+    """Module without a length, like a compiled graph."""
+
+    def __len__(self) -> int:
+        raise TypeError("has no length")
+
+
+def test_deleted_model_and_lengths_of_other_modules_are_ignored(transformer: Transformer) -> None:
     """The deleted model has the same paths as the live one, and a cycle keeps it in memory."""
+    others = NoLength(), nn.ModuleList()
     gone = nn.Module()
     gone.transformer = Transformer()
     gone.itself = [gone]
@@ -133,20 +142,26 @@ def test_deleted_model_is_ignored(transformer: Transformer) -> None:
             check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
     finally:
         gc.enable()
-
-
-class NoLength(nn.Module):
-    """Module without a length, like a compiled graph."""
-
-    def __len__(self) -> int:
-        raise TypeError("has no length")
-
-
-def test_length_of_other_modules_is_not_read(transformer: Transformer) -> None:
-    others = NoLength(), nn.ModuleList()
-    with use_plan(plan_of(*MIXED)) as swap:
-        check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
     assert len(others) == 2  # the tuple keeps the modules alive
+
+
+def test_recorded_names_fit_modules_called_as_forward(
+    transformer: Transformer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    by_forward = lambda block, states: states + block.attn.forward(states)  # noqa: E731
+    monkeypatch.setattr(Block, "forward", by_forward)
+    with record(transformer, tmp_path / "calls"):
+        transformer(STATES, TIMESTEP)
+    origins = [call.origin for call in load(tmp_path / "calls")]
+    plan = plan_of(*((origin.module, origin.phase, "twice") for origin in origins))
+    one = use_kernel("twice", module=transformer.blocks[0])
+    for used, hits in ((use_plan(plan, transformer), 4), (one, 1)):
+        with used as swap:
+            transformer(STATES, TIMESTEP)
+        assert (swap.hits, swap.not_planned) == (hits, 4 - hits)
+    said = "Transformer was called as `.forward.*, so a plan may not apply: call the model as"
+    with pytest.warns(RecordingWarning, match=said), record(transformer, tmp_path / "unfollowed"):
+        transformer.forward(STATES, TIMESTEP)
 
 
 def test_paths_of_a_bare_module_fit_a_pipeline(transformer: Transformer) -> None:

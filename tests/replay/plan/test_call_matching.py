@@ -74,6 +74,8 @@ def test_only_like_calls_stand_for_one_another(unlike: dict[str, Any]) -> None:
 def test_a_mask_is_of_one_kind_and_size() -> None:
     masked = census(("layers.0", "decode", {"mask": (1, 1, 1, 64)}))
     assert match(masked, [call(mask=Mask("bool", (1, 1, 1, 64)))])[0].shares == {"call": 1}
+    shorter = call(kv_len=60, mask=Mask("bool", (1, 1, 1, 60)))  # a mask grows with the keys
+    assert match(masked, [shorter])[0].shares == {"call": 1}
     for mask in (None, Mask("float", (1, 1, 1, 64)), Mask("bool", (1, 4, 1, 64))):
         assert match(masked, [call(mask=mask)])[0].shares == {}
 

@@ -38,7 +38,7 @@ def merged_cells(*runs: Sequence[Row]) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines}
 
 
-def test_the_fastest_of_each_device() -> None:
+def test_fastest_of_each_device_is_marked() -> None:
     cells = merged_cells(H100, H200)
     assert [*cells] == ["new", "newer", "old"]
     assert cells["new"] == ["2.00× (2.00-2.00) fastest", "1.50× (1.50-1.50)"]
@@ -46,7 +46,7 @@ def test_the_fastest_of_each_device() -> None:
     assert cells["old"] == ["baseline", "baseline"]
 
 
-def test_kernels_that_are_wrong_or_absent_on_one_device() -> None:
+def test_kernels_that_are_wrong_or_absent_on_one_device_keep_a_cell() -> None:
     wrong = [replace(one, status="inaccurate") if one.kernel == "newer" else one for one in H200]
     cells = merged_cells(H100, [each for each in wrong if each.kernel != "new"])
     assert cells["newer"] == ["1.25× (1.25-1.25)", "inaccurate"]
@@ -118,7 +118,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("stored")
-def test_the_command(run_cli: RunCli) -> None:
+def test_command_writes_the_matrix_as_markdown(run_cli: RunCli) -> None:
     code, shown, _ = run_cli("devices", "h100.jsonl", "h200.jsonl", "--markdown", "table.md")
     assert code == 0
     assert "kernels × devices" in shown

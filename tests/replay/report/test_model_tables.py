@@ -62,9 +62,8 @@ def test_tables_cut_no_text(width: int) -> None:
     assert LONG in "".join(line.partition(" ")[0] for line in lines)
 
 
-def test_rows_and_titles() -> None:
+def test_tables_have_titles_and_figures_of_each_span() -> None:
     lines = shown(80, checked("the model's own", 1), checked("fast", 1.25))
-    assert "llama end to end · 5 rounds" in lines
     assert "prefill, the time to the first token · attention 40 %" in lines
     assert "decode, one token · attention 40 % · GPU waits for the host 60 %" in lines
     assert "one full run, from prompt to output · attention at least 40 %" in lines
@@ -79,6 +78,7 @@ def test_rounds_are_those_of_the_kernels() -> None:
         own.measured[name] = replace(each, ms=summarize([1.0] * 15))
     assert "llama end to end · 5 rounds" in shown(80, own, CRASHED, fast)
     assert "llama end to end · 15 rounds" in shown(80, own, CRASHED)
+    assert "no kernel to run in the model: choose some with --kernels" in shown(80, own)
 
 
 def test_incomplete_rows_have_a_reason() -> None:
@@ -97,41 +97,22 @@ def test_incomplete_rows_have_a_reason() -> None:
     assert not any(line.startswith("bad") and "×" in line for line in lines)
 
 
-def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
-    lines = shown(80, checked("the model's own", 1))
-    assert "no kernel to run in the model: choose some with --kernels" in lines
-    assert any(line.startswith("the model's own") and "412.5" in line for line in lines)
-
-
 def test_a_check_says_nothing_to_the_terminal() -> None:
     own = replace(checked("the model's own", 1.0), model="m\x1b[2J", weights="\x07")
     failed = replace(checked("k", 1.0), status="error", reason="r\x1b[2J")
     assert all(line.isprintable() for line in shown(80, own, failed))
 
 
-def test_calls_left_by_a_plan_and_missing_modules_are_reported() -> None:
-    planned = checked("plan.json", 1.25)
-    planned.own_calls, planned.missing = 31, ["layers.7"]
-    text = "\n".join(shown(100, checked("the model's own", 1), planned))
-    assert "plan.json: 31 calls left to the model's own attention" in text
-    assert "plan.json: not in the model: layers.7" in text
-    assert "left to the model's own attention" not in "\n".join(
-        shown(100, checked("the model's own", 1), checked("fast", 1.25))
-    )
-
-
-def test_a_kernel_that_changes_what_a_model_may_keep() -> None:
-    fast = checked("fast", 1.25)
-    fast.changed_inputs = ["key"]
-    text = " ".join(shown(80, checked("the model's own", 1), fast))
-    assert "fast: changes its key in place: a model that reads the key again" in text
-
-
-def test_delays_left_out_are_reported() -> None:
+def test_notes_on_single_kernels() -> None:
     own, fast, slow = checked("the model's own", 1), checked("fast", 1.25), checked("slow", 1.1)
     own.delayed, fast.delayed, slow.delayed = 0.03, 0.07, 0.12
+    slow.changed_inputs, slow.own_calls, slow.missing = ["key"], 31, ["layers.7"]
     text = " ".join(shown(80, own, fast, slow))
-    assert (
-        "slow: 12 % of the time (3 % without the kernel) went to delays of single forwards" in text
-    )
-    assert "fast: 7 %" not in text
+    for note in (
+        "12 % of the time (3 % without the kernel) went to delays of single forwards",
+        "changes its key in place: a model that reads the key again",
+        "31 calls left to the model's own attention",
+        "not in the model: layers.7",
+    ):
+        assert f"slow: {note}" in text
+    assert "fast: " not in text.replace("fast: 64 calls fell back", "")

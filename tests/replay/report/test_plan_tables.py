@@ -88,7 +88,7 @@ def test_ranges_of_lengths_are_lines_of_their_own() -> None:
     assert "3 layers: fa2 at 3, sage1 at 2" in text
 
 
-def test_the_plan_in_numbers() -> None:
+def test_plan_shows_mean_times_and_the_worst_error() -> None:
     choices = [choice(f"blocks.{layer}.a", ms=4.0 + layer) for layer in range(3)]
     choices[1] = choice("blocks.1.a", cosine=0.99829999, ms=5.0)
     text = report(choices)
@@ -110,11 +110,11 @@ def test_uncovered_layers_and_exceeded_budgets_are_reported() -> None:
         ]
     )
     told = re.sub(r"\s+", " ", text)
-    assert "1 of 3 layers were not captured and keep torch-default: record them too, with" in told
-    assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep torch-default" in told
+    assert "1 of 3 layers were not captured and keep the model's own attention: record" in told
+    assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep the model's own" in told
 
 
-def test_each_kernel_at_every_layer() -> None:
+def test_each_kernel_alone_has_a_line() -> None:
     uniforms = [
         Uniform("torch-default", 0.0, 3, 0, 0, 0, 0, "blocks.0.a", "denoise", 1.0, ""),
         Uniform("sage1", 12.34567, 2, 1, 0, 0, 0, "blocks.2.a", "denoise", 0.91, ""),

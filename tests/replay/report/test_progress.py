@@ -92,7 +92,7 @@ def test_calls_on_two_devices_are_at_work_together() -> None:
     assert pace.stages == {"torch-math on GPU 0": 42.0, "torch-math on GPU 1": 38.0}
 
 
-def test_where_the_time_went(caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_of_calls_are_logged_by_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     pace = Pace({"a": 1.0, "b": 1.0}, clock=clock)
     with caplog.at_level(logging.INFO, "replay"):

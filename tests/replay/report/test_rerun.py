@@ -6,7 +6,7 @@ from tests.factories import call_facts, row
 ONE, TWO = call_facts("one"), call_facts("two")
 
 
-def test_times_and_statuses_of_one_call() -> None:
+def test_changes_of_one_call_are_times_and_statuses() -> None:
     before = [row("a", ONE, 2.0), row("b", ONE, 1.0), row("gone", ONE, 1.0)]
     after = [row("a", ONE, 1.5), row("b", ONE, 1.0, status="inaccurate"), row("new", ONE, 1.0)]
     assert changes(before, after) == ["a: 2 → 1.5 ms", "b: 1 → 1 ms, ok → inaccurate"]

@@ -39,7 +39,7 @@ def rows(watts: bool = True) -> list[Row]:
     ]
 
 
-def test_medians_over_the_calls_that_have_all_their_twins() -> None:
+def test_figures_are_medians_over_calls_that_have_all_counterparts() -> None:
     ((group, (fast,)),) = counterparts(rows())
     assert (group.weights, fast.kernel.name, fast.calls) == ("trained", "fast", 2)
     assert fast.figures == {

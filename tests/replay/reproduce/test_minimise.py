@@ -1,14 +1,16 @@
 """The smallest failing parts of calls are found for kernels that are wrong in one place."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
 from replay.reproduce.minimise import minimise
 from replay.reproduce.trials import TrialOutcome
 from replay.rows.errors_of_output import Where
-from tests.factories import random_call
+from tests.factories import accuracy, errors, random_call, row
 
 WRONG = TrialOutcome("inaccurate", "max abs error 1")
 RIGHT = TrialOutcome("ok", "")
@@ -47,15 +49,22 @@ def test_a_length_that_must_be_odd_and_above_a_block() -> None:
     assert found.call.shape.kv_len == 1
 
 
-def test_another_failure_is_not_followed() -> None:
-    """The kernel raises an error on short calls, but not on the whole call."""
+RAISES = TrialOutcome("error", "ValueError: {} queries")
+SHORT = TrialOutcome("error", "ValueError: too few queries")
+NAN = TrialOutcome.of(row(status="inaccurate", accuracy=accuracy(errors(mismatched_nonfinite=3))))
+
+
+@pytest.mark.parametrize(
+    ("whole", "short"), [(WRONG, SHORT), (WRONG, NAN), (NAN, WRONG), (RAISES, SHORT)]
+)
+def test_another_failure_is_not_followed(whole: TrialOutcome, short: TrialOutcome) -> None:
+    """The kernel fails in another way on short calls; numbers in a message may differ."""
 
     def run(call: AttentionCall) -> TrialOutcome:
-        return WRONG if call.shape.q_len > 7 else TrialOutcome("error", "ValueError: too short")
+        reason = whole.reason.format(call.shape.q_len)
+        return replace(whole, reason=reason) if call.shape.q_len > 7 else short
 
-    found = minimise(CALL, WRONG, run, 60.0)
-    assert found.call.shape.q_len == 8
-    assert found.outcome == WRONG
+    assert minimise(CALL, run(CALL), run, 60.0).call.shape.q_len == 8
 
 
 def test_the_worst_place_is_tried_first() -> None:

@@ -3,24 +3,17 @@
 import csv
 import io
 import json
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from capture.call.attention_call import AttentionCall
 from capture.text.printable import printable
-from replay.accuracy.errors import compare
-from replay.bench.runner import replay_here
-from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.fields import FIELDS, leaf
 from replay.rows.row import Roof, Row
 from replay.rows.row_files import row_to_json, write_csv, write_jsonl
-from replay.workloads.workload import Workload
 from tests import factories
 
 SAMPLES = {
@@ -54,21 +47,18 @@ def test_fields_are_the_leaves_of_a_row(row: Row) -> None:
 
 
 def test_replays_rows_have_no_other_leaves(
-    make_call: Callable[..., AttentionCall],
-    workload: Callable[..., Workload],
+    replayed: Callable[..., dict[str, Row]],
     kernels: Callable[..., Kernel],
-    quick: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: Roof(1e3, 1e6))
     broken = kernels("broken", lambda **a: torch.zeros_like(a["query"]))
-    settings = replace(quick, compare_stats=True, errors_against="broken", roofline=True)
-    call = make_call(with_output=True)
+    asked = {"compare_stats": True, "errors_against": "broken", "roofline": True}
     known = {item.path for item in FIELDS} | IN_JSON_ALONE
     empty = {"speedup", "block_ms", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
-    empty |= {"call.mask", "energy"}
-    empty.add("accuracy.chosen")
-    for produced in replay_here([workload(call)], [broken], settings):
+    empty |= {"call.mask", "energy", "accuracy.chosen"}
+    rows = replayed(factories.random_call(with_output=True), broken, **asked)
+    for produced in rows.values():
         assert set(leaves(row_to_json(produced))) <= known | empty
         assert produced.roof is not None
         assert (produced.roof_share is None) == (produced.tflops is None)
@@ -111,17 +101,6 @@ def test_json_and_csv_agree(row: Row) -> None:
         str(place) for place in leaf(first, "accuracy.reference.worst_head")
     ]
     assert all(written.values())
-
-
-def test_nan_and_infinity_become_null(row: Row) -> None:
-    errors = compare(torch.full((1, 1, 2, 2), math.nan), torch.ones(1, 1, 2, 2))
-    row = replace(row, accuracy=factories.accuracy(errors))
-    file = io.StringIO()
-    write_jsonl([row], file)
-    assert "NaN" not in file.getvalue()
-    read = json.loads(file.getvalue())
-    assert leaf(read, "accuracy.reference.cosine") is None
-    assert leaf(read, "accuracy.reference.nan_count") == 4
 
 
 def test_line_is_written_at_once(row: Row) -> None:

@@ -73,7 +73,9 @@ def test_a_check_that_fails_to_run_has_failed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("checks")
-def test_the_command(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_command_writes_all_checks_and_fails_if_one_failed(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def planted(device: torch.device) -> Result:
         print("noise")
         return Result("planted cheats", False, "found", "read them")

@@ -40,7 +40,7 @@ WILD = [1.0 if number % 2 else 2.0 for number in range(clock.ROUNDS)]
         (lambda name, block: WILD if name == "one" else WILD[::-1], False, 0, 1.0),
     ],
 )
-def test_one_kernel_under_two_names(
+def test_one_kernel_under_two_names_must_not_differ(
     samples: Callable[[Samples], None],
     of: Samples,
     passed: bool,
@@ -63,7 +63,9 @@ def test_different_blocks_are_reported(samples: Callable[[Samples], None]) -> No
 
 
 @pytest.mark.parametrize(("ratio", "passed"), [(2.08, True), (2.2, False), (1.8, False)])
-def test_the_known_ratio(samples: Callable[[Samples], None], ratio: float, passed: bool) -> None:
+def test_known_ratio_must_be_measured(
+    samples: Callable[[Samples], None], ratio: float, passed: bool
+) -> None:
     samples(lambda name, block: [each * (ratio if name == "twice" else 1) for each in NOISE])
     found = clock.known_ratio(CPU)
     assert found.passed is passed
@@ -71,7 +73,9 @@ def test_the_known_ratio(samples: Callable[[Samples], None], ratio: float, passe
 
 
 @pytest.mark.parametrize(("added", "passed"), [(2.05, True), (2.2, False), (0.0, False)])
-def test_the_known_delay(samples: Callable[[Samples], None], added: float, passed: bool) -> None:
+def test_known_delay_must_be_measured(
+    samples: Callable[[Samples], None], added: float, passed: bool
+) -> None:
     samples(lambda name, block: [each + (added if name == "delayed" else 0) for each in NOISE])
     found = clock.known_delay(CPU)
     assert found.passed is passed

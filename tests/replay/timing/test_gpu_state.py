@@ -109,7 +109,9 @@ def test_cpu_has_no_gpu_state() -> None:
     ("error", "lost"),
     [(None, False), (torch.OutOfMemoryError("full"), False), (RuntimeError("illegal"), True)],
 )
-def test_lost_gpu(error: RuntimeError | None, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_lost_unless_it_still_works_or_is_full(
+    error: RuntimeError | None, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def zeros(*_: object, **__: object) -> torch.Tensor:
         if error is not None:
             raise error

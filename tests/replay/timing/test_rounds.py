@@ -73,11 +73,6 @@ def constant(milliseconds: float) -> Callable[[], float]:
     return lambda: milliseconds
 
 
-def alternating(*milliseconds: float) -> Callable[[], float]:
-    times = itertools.cycle(milliseconds)
-    return lambda: next(times)
-
-
 def test_every_candidate_is_sampled_once_a_round_in_shuffled_order() -> None:
     timer = FakeTimer()
     candidates = [Candidate(constant(index + 1.0), rounds=20) for index in range(4)]
@@ -188,24 +183,6 @@ def test_turns_decide_which_rounds_run_and_a_first_turn_discards_earlier_samples
     candidate = Candidate(lambda: next(times), rounds=6)
     run_rounds({"mine": candidate}, FakeTimer(), 0, turns=turns)
     assert candidate.ms == [3.0, 5.0]  # an untimed call begins the turn after another process
-
-
-def test_measure_samples_every_candidate_on_the_cpu() -> None:
-    small, large = torch.randn(8, 8), torch.randn(300, 300)
-    samples = measure(
-        {"small": lambda: small @ small, "large": lambda: large @ large, "bad": raising_at(1)},
-        "cpu",
-        cache="warm",
-        rounds=4,
-    )
-    assert list(samples) == ["small", "large", "bad"]
-    assert len(samples["small"].ms) == len(samples["large"].ms) == 4
-    assert min(samples["small"].ms) > 0
-    assert samples["small"].host_ms is None
-    assert samples["small"].warm_up_calls > rounds.STEADY_CALLS
-    assert samples["small"].gpu_before is None
-    assert samples["bad"].ms == ()
-    assert str(samples["bad"].error) == "call 1"
 
 
 def test_each_sample_follows_calls_of_the_same_function() -> None:

@@ -186,7 +186,9 @@ def test_interpreters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): name a TOML file"),
     ],
 )
-def test_interpreters(tmp_path: Path, options: list[str], text: str | None, sentence: str) -> None:
+def test_invalid_interpreters_are_refused(
+    tmp_path: Path, options: list[str], text: str | None, sentence: str
+) -> None:
     file = tmp_path / "kernels.toml"
     if text is not None:
         file.write_text(text)

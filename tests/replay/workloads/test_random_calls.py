@@ -1,21 +1,16 @@
 """Synthetic calls have published shapes and reproducible values; bad sizes are refused."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from replay.workloads.call_sizes import SUITES, ShapeError
+from replay.workloads.call_sizes import ShapeError
 from replay.workloads.random_calls import Spec, suite
 from replay.workloads.workload import random_workloads
 
 CPU = torch.device("cpu")
 SMALL = Spec(1, 4, 2, 5, 7, 8, 16)
-
-
-def shapes(name: str) -> list[tuple[int, ...]]:
-    """Return (B, Hq, Hkv, Sq, Sk, D, Dv, causal) of each call of a suite."""
-    return [astuple(spec)[:8] for spec in SUITES[name][1]]
 
 
 def test_suite_can_have_another_dtype_and_longest_shape() -> None:

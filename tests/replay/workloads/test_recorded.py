@@ -1,13 +1,11 @@
 """Workloads of recorded calls, and how worker processes load them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay_here
@@ -24,8 +22,8 @@ def through_json(workload: Workload) -> Workload:
     return Workload.of(source_from_json(json.loads(json.dumps(workload.source.to_json()))))
 
 
-def test_recordings_are_loaded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> None:
-    call = make_call(origin={"call_index": 3}, with_output=True)
+def test_recordings_are_loaded(tmp_path: Path) -> None:
+    call = random_call(origin={"call_index": 3}, with_output=True)
     PackedCall.of(call).write(tmp_path / "model-000003.safetensors")
     workloads, note = from_directory(tmp_path)
     assert [workload.name for workload in workloads] == ["model-000003"]
@@ -39,11 +37,11 @@ def test_recordings_are_loaded(tmp_path: Path, make_call: Callable[..., Attentio
 
 
 @pytest.fixture
-def damaged(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
+def damaged(tmp_path: Path) -> Path:
     """A directory of three recorded calls: one is truncated, and one is a link."""
     paths = [tmp_path / f"model-{index}.safetensors" for index in range(3)]
     for index, path in enumerate(paths):
-        PackedCall.of(make_call(origin={"call_index": index})).write(path)
+        PackedCall.of(random_call(origin={"call_index": index})).write(path)
     paths[0].write_bytes(paths[0].read_bytes()[:-100])
     paths[1].symlink_to(paths[1].rename(tmp_path / "elsewhere"))
     return tmp_path

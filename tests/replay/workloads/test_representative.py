@@ -1,27 +1,26 @@
 """The first calls are spread over models, layers and steps."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import from_directory
 from replay.workloads.representative import halving, tiers
 from replay.workloads.workload import Workload, random_workload, with_counterparts
+from tests.factories import random_call
 
 
 @pytest.fixture
-def layers(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> list[Workload]:
+def layers(tmp_path: Path) -> list[Workload]:
     """Calls of two models, with eight and three layers, in two steps each."""
     number = 0
     for step in range(2):
         for model, count in (("large", 8), ("small", 3)):
             for layer in range(count):
-                call = make_call(origin={"module": f"layers.{layer}", "step": step})
+                call = random_call(origin={"module": f"layers.{layer}", "step": step})
                 call = replace(call, origin=replace(call.origin, model=model, call_index=number))
                 PackedCall.of(call).write(tmp_path / f"{number:06d}.{model}.safetensors")
                 number += 1

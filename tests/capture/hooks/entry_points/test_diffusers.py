@@ -1,5 +1,6 @@
 """Every backend of diffusers' dispatcher is recorded, and none is replaced by another."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +59,38 @@ def mine(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, 
     return ((query @ key.mT * scale).softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.fixture
-def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the backend `sage`, which needs a GPU, by plain PyTorch."""
-    backend = attention_dispatch.AttentionBackendName.SAGE
-    monkeypatch.setitem(attention_dispatch._AttentionBackendRegistry._backends, backend, mine)
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()])
+def test_backend_of_a_model_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: Tensor | None
+) -> None:
+    """A mask that the backend does not take never reaches it, but is recorded."""
+    registry = attention_dispatch._AttentionBackendRegistry
+    backend, names = attention_dispatch.AttentionBackendName.SAGE, {"query", "key", "value"}
+    monkeypatch.setitem(registry._backends, backend, mine)
+    monkeypatch.setitem(registry._supported_arg_names, backend, names)
 
+    class Layer(torch.nn.Module):
+        def forward(self, each: Tensor) -> Any:
+            dispatch = attention_dispatch.dispatch_attention_fn
+            return dispatch(each, each, each, attn_mask=mask, backend=backend)
 
-@pytest.mark.usefixtures("_own_backend")
-def test_backend_of_a_model_stays(tmp_path: Path) -> None:
-    denoiser = model()
-    for module in denoiser.modules():
-        if hasattr(module, "processor"):
-            module.processor._attention_backend = "sage"
-    for call in recorded(denoiser, tmp_path / "calls"):
-        assert (call.origin.entry_point, call.origin.backend) == ("diffusers", "diffusers.sage")
-        assert call.output is not None
-        assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+    layer, query = Layer(), normal(1, 8, 2, 16)
+    expected = layer(query)
+    with record(layer, tmp_path / "calls") as recording:
+        assert torch.equal(layer(query), expected)
+    (call,) = load(tmp_path / "calls")
+    assert (call.origin.entry_point, call.origin.backend) == ("diffusers", "diffusers.sage")
+    assert call.output is not None
+    assert torch.allclose(attention(replace(call, attn_mask=None)), call.output.double(), atol=1e-5)
+    if mask is None:
+        assert (call.attn_mask, recording.problems) == (None, [])
+        return
+    assert torch.equal(call.attn_mask, mask)
+    assert recording.problems == [
+        "Layer, step 0: the model calls attention with invalid arguments: diffusers drops "
+        "attn_mask, because its backend sage does not take one"
+    ]
+    assert registry._supported_arg_names[backend] == names
 
 
 def test_flex_runs_as_flex(tmp_path: Path) -> None:
