@@ -86,6 +86,13 @@ def make_call() -> Callable[..., AttentionCall]:
     return make
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of the user's cache, which is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session")
 def start_python() -> Callable[..., subprocess.Popen[str]]:
     """`start_python(*arguments, cwd=…)` starts Python, which can import this checkout."""

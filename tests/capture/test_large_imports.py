@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,13 +22,3 @@ def test_collecting_goes_on_as_before(was_enabled: bool) -> None:
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
-
-
-def test_missing_directory_is_reported_without_importing_pytorch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from capture.cli.main import main\n"
-        "try: main(['show', sys.argv[1]])\n"
-        "except SystemExit as stop: assert stop.code == 2\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "nowhere")], check=True)

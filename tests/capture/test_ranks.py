@@ -80,12 +80,6 @@ def test_parts_name_their_heads(recordings: Path) -> None:
     }
 
 
-def test_key_head_that_every_rank_holds_is_joined_once(recordings: Path) -> None:
-    parts = load(recordings / "parts" / "one_key_head")
-    assert {call.shape.kv_heads for call in parts} == {1}
-    assert {(call.shape.q_heads, call.shape.kv_heads) for call in parts.joined()} == {(4, 1)}
-
-
 def test_ranks_with_different_calls_are_joined_by_module(recordings: Path) -> None:
     """An additional call on one rank does not shift others; calls of a single rank are reported."""
     parts = load(recordings / "parts" / "differing_calls")

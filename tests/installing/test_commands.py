@@ -16,6 +16,7 @@ from attention_replay import commands
 from capture.cli.main import main as capture_main
 from models import libraries
 from replay.cli.random import parser as random_parser
+from tests.capture.cli.test_main import USER_MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -184,19 +185,11 @@ def test_missing_module_of_ours_is_not_a_missing_package(
 
 @pytest.mark.slow
 def test_an_own_function_needs_neither_diffusers_nor_transformers(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(
-        "import torch\n"
-        "class Model(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        return torch.nn.functional.scaled_dot_product_attention(x, x, x)\n"
-        "def build():\n"
-        "    model, x = Model(), torch.randn(1, 2, 8, 16)\n"
-        "    return model, lambda: model(x)\n"
-    )
+    (tmp_path / "my.py").write_text(USER_MODEL)
     code = f"{WITHOUT}\nfrom attention_replay.commands import capture\ncapture()\n"
     done = start(code, "diffusers,transformers", "--model", "my.py:build", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("recorded 1 of 1")
+    assert done.stdout.startswith("recorded 4 of 4")
 
 
 @pytest.mark.parametrize(

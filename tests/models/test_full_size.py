@@ -1,6 +1,7 @@
 """Official configurations of the models, and the random weights that fill them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,15 +84,14 @@ def test_random_weights_come_from_the_seed_and_stay_tied() -> None:
     assert (first.transformer.h[0].attn.c_attn.bias == 0).all()
 
 
+def load_random(name: str, directory: Path, *, steps: int) -> models.Runnable:
+    """Load a full model whose sizes come from a directory."""
+    size: dict[str, Any] = {"size": "full", "weights": "random", "checkpoint": str(directory)}
+    return models.load(name, **size, steps=steps, device="cpu")
+
+
 def test_full_random_run_ends_at_latents(cogvideo_directory: Path) -> None:
-    runnable = models.load(
-        "cogvideo",
-        size="full",
-        weights="random",
-        checkpoint=str(cogvideo_directory),
-        steps=2,
-        device="cpu",
-    )
+    runnable = load_random("cogvideo", cogvideo_directory, steps=2)
     result = runnable.run()
     assert result.frames.shape == (1, 3, 4, 12, 16)
     assert result.frames.isfinite().all()
@@ -105,18 +105,14 @@ def test_full_random_run_ends_at_latents(cogvideo_directory: Path) -> None:
 
 
 def test_full_random_language_model_prefills_the_official_length(llama_directory: Path) -> None:
-    runnable = models.load(
-        "llama",
-        size="full",
-        weights="random",
-        checkpoint=str(llama_directory),
-        steps=1,
-        device="cpu",
-    )
+    runnable = load_random("llama", llama_directory, steps=1)
     result = runnable.run()
     assert result.sequences.shape == (1, 4096 + 1)
     assert torch.stack(result.logits).isfinite().all()
     assert runnable.settings["prompt"] == "4096 random token ids, seed 0"
+    assert runnable.language.decode(torch.tensor([[3, 14]])) == "3 14"
+    with pytest.raises(models.ModelError, match="no tokenizer"):
+        runnable.language.encode("a text")
 
 
 @pytest.mark.parametrize("name", ["cogvideo", "flux", "llama"])

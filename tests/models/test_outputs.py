@@ -79,15 +79,6 @@ def test_text_is_encoded_and_decoded(tiny: Tiny, llama_directory: Path) -> None:
             language.encode("x")
 
 
-def test_text_without_a_tokenizer_is_token_ids(llama_directory: Path) -> None:
-    language = models.load(
-        "llama", size="full", weights="random", checkpoint=str(llama_directory), device="cpu"
-    ).language
-    assert language.decode(torch.tensor([[3, 14]])) == "3 14"
-    with pytest.raises(models.ModelError, match="no tokenizer"):
-        language.encode("a text")
-
-
 def test_an_encoder_decoder_scores_no_text(tmp_path: Path) -> None:
     config = T5Config(
         vocab_size=64,

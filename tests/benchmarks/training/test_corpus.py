@@ -54,9 +54,6 @@ def test_probabilities_sum_to_one_after_known_and_unknown_contexts() -> None:
             float(model.probabilities(np.array([*context, token]))[0]) for token in range(20)
         )
         assert total == pytest.approx(1)
-    never = KneserNey(np.array([1, 2, 3, 1, 2, 3]), vocabulary=8, order=2)
-    total = sum(float(never.probabilities(np.array([7, token]))[0]) for token in range(8))
-    assert total == pytest.approx(1)
 
 
 def test_a_longer_context_predicts_the_text_better(text: corpus.Corpus) -> None:

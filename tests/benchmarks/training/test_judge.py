@@ -32,32 +32,24 @@ def with_thing(scene: Scene, **changes: str) -> Scene:
 
 
 @pytest.mark.parametrize(
-    ("caption", "part"),
+    ("scene", "caption", "part"),
     [
-        (with_thing(MOVING, colour="cyan"), {"colours", "shapes", "textures"}),
-        (with_thing(MOVING, shape="cross"), {"shapes"}),
-        (with_thing(MOVING, texture="plain"), {"textures"}),
-        (replace(MOVING, motion="left"), {"motion"}),
-        (replace(MOVING, motion="up"), {"motion"}),
-        (MOVING, set()),
+        (MOVING, with_thing(MOVING, colour="cyan"), {"colours", "shapes", "textures"}),
+        (MOVING, with_thing(MOVING, shape="cross"), {"shapes"}),
+        (MOVING, with_thing(MOVING, texture="plain"), {"textures"}),
+        (MOVING, replace(MOVING, motion="left"), {"motion"}),
+        (MOVING, replace(MOVING, motion="up"), {"motion"}),
+        (MOVING, MOVING, set()),
+        (PAIR, with_thing(PAIR, shape="circle"), {"shapes"}),
+        (PAIR, replace(PAIR, layout="left of"), {"layout"}),
+        (PAIR, replace(PAIR, things=PAIR.things[::-1]), {"layout"}),
+        (PAIR, replace(PAIR, things=PAIR.things[:1], layout=None), {"colours"}),
+        (PAIR, PAIR, set()),
     ],
 )
-def test_a_video_fails_exactly_the_part_that_is_wrong(caption: Scene, part: set[str]) -> None:
-    assert missed(caption, drawn(MOVING, frames=5)) - {"all"} == part
-
-
-@pytest.mark.parametrize(
-    ("caption", "part"),
-    [
-        (with_thing(PAIR, shape="circle"), {"shapes"}),
-        (replace(PAIR, layout="left of"), {"layout"}),
-        (replace(PAIR, things=PAIR.things[::-1]), {"layout"}),
-        (replace(PAIR, things=PAIR.things[:1], layout=None), {"colours"}),
-        (PAIR, set()),
-    ],
-)
-def test_a_picture_fails_exactly_the_part_that_is_wrong(caption: Scene, part: set[str]) -> None:
-    assert missed(caption, drawn(PAIR, frames=1)) - {"all"} == part
+def test_exactly_the_part_that_is_wrong_fails(scene: Scene, caption: Scene, part: set[str]) -> None:
+    frames = drawn(scene, frames=5 if scene.motion else 1)
+    assert missed(caption, frames) - {"all"} == part
 
 
 def test_still_or_reversed_video_fails_the_motion() -> None:

@@ -37,16 +37,3 @@ def test_perplexity_is_the_geometric_mean_of_one_over_probability() -> None:
     model = KneserNey(TOKENS, vocabulary=4, order=2)
     first, second = (float(model.probabilities(np.array(gram))[0]) for gram in ((0, 1), (1, 0)))
     assert model.perplexity(np.array([0, 1, 0])) == pytest.approx((first * second) ** -0.5)
-
-
-def test_a_word_with_one_neighbour_is_unlikely_elsewhere_however_frequent() -> None:
-    """Contexts are counted, not occurrences, because of words such as the second in "San
-    Francisco"."""
-    san, francisco, glasses = 0, 1, 2
-    often = [san, francisco] * 20
-    scattered = [neighbour for other in range(4, 12) for neighbour in (other, glasses)]
-    model = KneserNey(np.array(often + scattered), vocabulary=16, order=2)
-    after_unknown = {
-        word: float(model.probabilities(np.array([15, word]))[0]) for word in (francisco, glasses)
-    }
-    assert after_unknown[glasses] > 3 * after_unknown[francisco]

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from capture import load, record
 from capture.call.mask_structure import structure_of
 from replay.accuracy.reference import attention
+from tests.capture.hooks.entry_points.test_transformers import SIZES
 from tests.capture.recording.callers import assert_good
 from tests.factories import tiny_llama
 
@@ -25,24 +27,10 @@ LOWEST = torch.zeros(2, 1, 10, 10).masked_fill_(
 
 def tiny(name: str, **config: Any) -> Any:
     """Return a model of a transformers family, with random weights."""
-    import transformers
-
     torch.manual_seed(0)
-    small = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-        "intermediate_size": 32,
-        "head_dim": 8,
-        "attn_implementation": "sdpa",
-    }
-    auto = transformers.AutoModelForCausalLM
-    if name == "bert":
-        auto = transformers.AutoModel
-        small = {key: small[key] for key in small if key not in ("num_key_value_heads", "head_dim")}
-    return auto.from_config(transformers.AutoConfig.for_model(name, **{**small, **config})).eval()
+    auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+    made = transformers.AutoConfig.for_model(name, **SIZES, **config)
+    return auto.from_config(made, attn_implementation="sdpa").eval()
 
 
 def generating(**options: Any) -> Run:
@@ -61,9 +49,7 @@ def packed(model: Any) -> None:
 
 
 def in_two_chunks(model: Any) -> None:
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
     for chunk in IDS.split(5, dim=1):
         model(chunk, past_key_values=cache)
 

@@ -7,24 +7,10 @@ from pathlib import Path
 import pytest
 
 from capture.cli.verbs import RECORD, VERBS
+from tests.capture.cli.test_main import USER_MODEL
 from tests.in_this_process import RunCli
 from tests.noted_options import Noted, options
 
-MODEL = """
-import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-
-
-class Attention(nn.Module):
-    def forward(self, states):
-        return scaled_dot_product_attention(states, states, states)
-
-
-def build():
-    attention = Attention()
-    return attention, lambda: attention(torch.randn(1, 2, 5, 8))
-"""
 ALL_VERBS = {"record": RECORD, **VERBS}
 GIVEN = {
     "record": ("--model", "my.py:build", "--overwrite"),
@@ -56,7 +42,7 @@ def test_help_of_the_command_is_that_of_record_with_five_examples(run_cli: RunCl
 def test_verb_reads_every_option(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    (tmp_path / "my.py").write_text(MODEL)
+    (tmp_path / "my.py").write_text(USER_MODEL)
     monkeypatch.chdir(tmp_path)
     assert run_cli(*GIVEN["record"])[0] == 0
     with monkeypatch.context() as patch:

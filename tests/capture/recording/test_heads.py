@@ -115,13 +115,6 @@ def test_recording_some_heads(tmp_path: Path) -> None:
     assert all(finding.good for finding in check_files(dataset))
 
 
-def test_heads_that_no_call_has_are_reported(tmp_path: Path) -> None:
-    model = Grouped()
-    with pytest.warns(RecordingWarning, match=r"the heads 0-2 with equally many .*`heads=`"):  # noqa: SIM117
-        with record(model, tmp_path, heads=(0, 1, 2)):
-            model(torch.zeros(1, 6))
-
-
 def test_recording_one_phase(tmp_path: Path) -> None:
     model = Grouped()
     with record(model, tmp_path / "decode", phase="decode") as recording:

@@ -12,12 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
 from capture.errors import RecordingWarning
-from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend, recorded
+from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend
 
 
 @pytest.mark.parametrize("sample", ["spread", "first"])
@@ -57,11 +56,6 @@ def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_
             layers(states)
     assert recording.kept == len(load(tmp_path / "some")) == 3
     assert recording.counts.refused_for_bytes
-    with (
-        pytest.warns(RecordingWarning, match="no call fits in `max_bytes=`"),
-        record(layers, tmp_path / "none", max_bytes=one - 1),
-    ):
-        layers(states)
 
 
 @pytest.mark.parametrize("scale", ["nan", "inf", "-inf"])
@@ -101,14 +95,6 @@ def test_two_threads_with_two_models(
     data = load(tmp_path)
     assert len(data) == len(list(tmp_path.glob("*.safetensors"))) == 6
     assert_good(data)
-    for call in data:
-        side, _, path = call.origin.module.partition(".")
-        layer = models[side].get_submodule(path)
-        # The tensors come from the named module: they are its projection of this input.
-        if path == "layers.0":
-            with torch.no_grad():
-                expected = layer.qkv(states).view(1, 5, 3, 2, 8)[:, :, 0].transpose(1, 2)
-            assert torch.equal(call.query, expected)
 
 
 def test_threads_that_go_on_after_the_recording_are_left_alone(
@@ -141,22 +127,6 @@ def test_threads_that_go_on_after_the_recording_are_left_alone(
     assert not failures
     assert recording.seen == seen
     assert_good(load(tmp_path))
-
-
-def test_call_that_fails_is_not_counted(tmp_path: Path) -> None:
-    """A failed call is not kept, because a model may retry it with smaller pieces."""
-    query = torch.randn(1, 2, 5, 8)
-
-    def fails() -> Tensor:
-        with pytest.raises(RuntimeError):
-            F.scaled_dot_product_attention(query, query[..., :4], query)
-        return query
-
-    calls = [fails, attend(query, query, query)] * 10
-    data = recorded(tmp_path, *calls, max=3)
-    assert len(data) == len(list(tmp_path.glob("*.safetensors"))) == 3
-    assert data.captures[0].calls_seen == 10
-    assert_good(data)
 
 
 def test_error_without_a_text_does_not_reach_the_model(tmp_path: Path) -> None:

@@ -39,6 +39,17 @@ def edit_manifest(directory: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(data))
 
 
+def alter(path: Path) -> None:
+    """Change a bit of a file's last tensor."""
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def copies(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*.safetensors"))
+
+
 def started(
     directory: Path, model: str, indices: range, *, overwrite: bool = False, began: str = ""
 ) -> tuple[CaptureTarget, Journal]:

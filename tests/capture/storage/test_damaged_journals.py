@@ -10,7 +10,6 @@ import pytest
 from capture import load
 from capture.call.attention_call import AttentionCall
 from capture.errors import CaptureError
-from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.repair import repair
@@ -18,20 +17,6 @@ from capture.storage.target import CaptureTarget
 from tests.capture.storage.captures import calls, ended, started
 
 MakeCall = Callable[..., AttentionCall]
-
-
-def test_file_without_a_line_is_deleted(tmp_path: Path, make_call: MakeCall) -> None:
-    """A file that no line lists may be incomplete: its values may not have reached the disk."""
-    _, journal = started(tmp_path, "model", range(1))
-    unlisted = tmp_path / "model-000001.safetensors"
-    PackedCall.of(make_call(model="model", call_index=1)).write(unlisted)
-    journal.append(sampled=1)
-    journal.close()
-    assert calls(tmp_path) == {"model": [0]}
-    told = "model: listed 1 call of a killed capture; 1 more had been only in memory"
-    assert repair(tmp_path) == [told]
-    assert calls(tmp_path) == {"model": [0]}
-    assert not unlisted.exists()
 
 
 def with_a_zeroed_line(content: bytes) -> bytes:
@@ -75,13 +60,6 @@ def test_damaged_journal_costs_no_complete_call_and_is_reported(
     assert load(tmp_path).captures[-1].complete is not is_killed
 
 
-def test_journal_that_is_deleted_in_mid_run_is_reported(tmp_path: Path) -> None:
-    target, journal = started(tmp_path, "gone", range(2))
-    journal.path.unlink()
-    [told] = target.end(ended("gone"))
-    assert told.startswith(f"{journal.path} was moved, replaced or deleted meanwhile")
-
-
 @pytest.mark.parametrize("at", [b"random", b"model", b'"bytes": ', b"checksum", b'"dropped": [1'])
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_line_that_was_altered_is_not_believed(tmp_path: Path, at: bytes, is_killed: bool) -> None:
@@ -111,23 +89,6 @@ def test_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(tmp_pa
         )
     target.end(ended("model"))
     assert calls(tmp_path) == {"zebra": [0], "model": [0, 1]}
-
-
-def test_killed_repair_loses_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started(tmp_path, "model", range(3))[0].end(ended("model"))
-    _, journal = started(tmp_path, "model", range(7, 9), overwrite=True)
-    journal.close()
-
-    def kill(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Dataset, "save_manifest", kill)
-        with pytest.raises(KeyboardInterrupt):
-            repair(tmp_path)
-    repair(tmp_path)
-    assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
-    assert calls(tmp_path) == {"model": [0, 1, 2]}
 
 
 def test_capture_that_ends_while_it_is_read_is_found(

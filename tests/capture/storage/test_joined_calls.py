@@ -11,6 +11,7 @@ import torch
 from capture.errors import DatasetError
 from capture.storage.dataset import load
 from capture.storage.joined_calls import JoinedCalls
+from tests.capture.storage.captures import alter
 from tests.factories import random_call, store_part
 
 
@@ -116,10 +117,7 @@ def test_altered_part_is_found(tmp_path: Path) -> None:
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [0, 1])
     load(tmp_path).save_manifest()
-    path = tmp_path / "model.rank1-000000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    alter(tmp_path / "model.rank1-000000.safetensors")
     with pytest.raises(DatasetError, match="rank1-000000"):
         joined(tmp_path)[0]
     assert len(list(load(tmp_path, check=False).joined())) == 1
