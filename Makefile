@@ -5,6 +5,7 @@
 # make docs           the docs as a site, in site/; a dead link fails
 # make compatibility  try old, middle and new libraries, and write the versions in docs/index.md
 # make dist           build both wheels in dist/, check them, and try each in a clean environment
+# make hub            write attention_kernels to build/hub/, as the Hugging Face Hub's `kernels` loads it
 # make clean          forget the environments, the recordings and the release
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # that are imported, and stores them in spite of an environment that forbids it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all quick-tests all-tests lint style types docs compatibility dist clean
+.PHONY: demo test test-all quick-tests all-tests lint style types docs compatibility dist hub clean
 demo: $(READY)
 	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
 	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
@@ -60,6 +61,9 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir dist attention_kernels
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python -m compatibility.wheel dist/*.whl
+
+hub: $(READY)
+	$(BIN)/python -m compatibility.hub
 
 # torch first and alone: its exact version is the only thing that picks its wheel.
 $(READY): pyproject.toml attention_kernels/pyproject.toml constraints.txt

@@ -1,20 +1,26 @@
 """Attention kernels in Triton and Gluon: functions of tensors with SDPA-like arguments.
 
 `attention` takes the arguments of `scaled_dot_product_attention` and runs the fastest exact kernel
-for the call. The other functions are the kernels themselves. A kernel is imported on first use, so
-importing this package is quick and does not need Triton.
+for the call. `flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_with_kvcache` take those
+of FlashAttention. The other functions are the kernels themselves. A kernel is imported on first
+use, so importing this package is quick and does not need Triton.
 
 A folder imports only from the folders listed below it:
 
-    dispatch.py   choice of a kernel for a call
-    sparse/       decode that reads only chosen tokens
-    decode/       a few queries over a cache: in one piece, in pages, in 8 bits
-    quantised/    prefill with 8-bit operands, for any GPU and for Hopper
-    portable/     prefill in Triton for any GPU; calls hopper/ where that is faster
-    hopper/       prefill in Gluon for Hopper (docs/kernel-notes.md draws how it works)
-    tiles/        parts of kernels: masking, online softmax, products, visited blocks
-    launch/       the host's side of a launch: plans, descriptors, workspace, shape checks
-    options.py    arguments of a call that SDPA does not have
+    integrations/       attention of transformers, diffusers, ComfyUI and SDPA's flash backend
+    flash_attention.py  FlashAttention's functions
+    flash_arguments.py  checks and translation of their arguments
+    flash_operators.py  PyTorch operators for packed sequences and key/value caches
+    operators.py        PyTorch operator and function `attention`
+    dispatch.py         choice of a kernel for a call
+    sparse/             decode that reads only chosen tokens
+    decode/             a few queries over a cache: in one piece, in pages, in 8 bits
+    quantised/          prefill with 8-bit operands, for any GPU and for Hopper
+    portable/           prefill in Triton for any GPU; calls hopper/ where that is faster
+    hopper/             prefill in Gluon for Hopper (docs/kernel-notes.md draws how it works)
+    tiles/              parts of kernels: masking, online softmax, products, visited blocks
+    launch/             the host's side of a launch: plans, descriptors, workspace, shape checks
+    options.py          arguments of a call that SDPA does not have
 
 A file is named after its function (`prefill.py`, `paged_decode.py`). `…_kernel.py` holds the code
 that the GPU runs; the file of the same name without `_kernel` plans and launches it. With
@@ -37,8 +43,14 @@ if TYPE_CHECKING:
     from attention_kernels.decode.quantised_cache import quantise_cache
     from attention_kernels.decode.quantised_decode import quantised_decode
     from attention_kernels.decode.split_kv import attend_to_cache
-    from attention_kernels.dispatch import attention
+    from attention_kernels.flash_attention import (
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
     from attention_kernels.hopper.hopper_prefill import hopper_prefill
+    from attention_kernels.integrations import register
+    from attention_kernels.operators import attention, warm_up
     from attention_kernels.options import PLAIN, AttentionOptions
     from attention_kernels.portable.masked_prefill import masked_prefill
     from attention_kernels.portable.prefill import prefill
@@ -56,10 +68,13 @@ _MODULES = {
     "KeyRanges": "portable.varlen",
     "attend_to_cache": "decode.split_kv",
     "attend_to_quantised": "quantised.quantised_prefill",
-    "attention": "dispatch",
+    "attention": "operators",
     "choose_paged_tokens": "sparse.token_choice",
     "choose_tokens": "sparse.token_choice",
     "contiguous_decode": "decode.contiguous_decode",
+    "flash_attn_func": "flash_attention",
+    "flash_attn_varlen_func": "flash_attention",
+    "flash_attn_with_kvcache": "flash_attention",
     "hopper_prefill": "hopper.hopper_prefill",
     "masked_prefill": "portable.masked_prefill",
     "packed_prefill": "portable.varlen",
@@ -71,17 +86,20 @@ _MODULES = {
     "quantise_key_value": "quantised.quantise",
     "quantised_decode": "decode.quantised_decode",
     "quantised_prefill": "quantised.quantised_prefill",
+    "register": "integrations",
     "sparse_decode": "sparse.sparse_decode",
+    "warm_up": "operators",
 }
 """Module of each public name. No public function has the name of a folder or file here: importing
 that module would replace the function in this namespace."""
 
 __all__ = [
     "PLAIN", "AttentionOptions", "KeyRanges", "attend_to_cache", "attend_to_quantised", "attention",
-    "choose_paged_tokens", "choose_tokens", "contiguous_decode", "hopper_prefill", "masked_prefill",
+    "choose_paged_tokens", "choose_tokens", "contiguous_decode", "flash_attn_func",
+    "flash_attn_varlen_func", "flash_attn_with_kvcache", "hopper_prefill", "masked_prefill",
     "packed_prefill", "padded_prefill", "paged_decode", "paged_sparse_decode", "prefill",
-    "quantise_cache", "quantise_key_value", "quantised_decode", "quantised_prefill",
-    "sparse_decode",
+    "quantise_cache", "quantise_key_value", "quantised_decode", "quantised_prefill", "register",
+    "sparse_decode", "warm_up",
 ]  # fmt: skip
 
 

@@ -1,18 +1,22 @@
-"""Choice of a kernel for a call with SDPA's arguments."""
+"""Choice of a kernel for a call."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_kernels.decode.contiguous_decode import contiguous_decode
 from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.launch.launcher import PlanCache
 from attention_kernels.launch.shape_checks import check_shapes
-from attention_kernels.options import is_leading_part
+from attention_kernels.options import PLAIN, AttentionOptions, is_leading_part
 from attention_kernels.portable.masked_prefill import masked_prefill
 from attention_kernels.portable.prefill import prefill
+from attention_kernels.quantised.quantised_prefill import quantised_prefill
 from attention_kernels.tiles.matmul import INTERPRETED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,78 +30,241 @@ MOST_DECODED_ROWS = 64
 WORTH_LOOKING = 2**20
 """Minimum number of scores per head for which scanning a mask for fully masked blocks pays off. The
 scan takes some 20 µs. A call without fully masked blocks takes 10 to 50 % longer with the scan
-(H100, docs/attention-kernels.md)."""
+(H100, docs/kernel-speed.md)."""
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Return `scaled_dot_product_attention` of the arguments, using the fastest exact kernel.
-
-    Calls with a few queries are decoded, with the keys split among programs. Long masks are scanned
-    first, so that fully masked blocks are skipped. Other 16-bit calls run the Hopper kernel on a
-    Hopper GPU, and the portable kernel elsewhere.
-
-    Args:
-        query: (B, Hq, Sq, D) in float16, bfloat16 or float32, any strides.
-        key: (B, Hkv, Sk, D).
-        value: (B, Hkv, Sk, Dv); D and Dv are at most 256, or 640 and 512 for a few queries if the
-            value is the first part of the key.
-        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
-        is_causal: query i sees keys 0 to i; not with `attn_mask`, as in SDPA.
-        scale: factor of the scores; None for 1/√D.
-        enable_gqa: Hkv may be a divisor of Hq.
-
-    Returns:
-        (B, Hq, Sq, Dv) in the query's dtype; zeros for queries that see no key.
-
-    Raises:
-        NotImplementedError: the call has dropout, gradients, or a device, dtype or head dimension
-            without a kernel, or more rows than a GPU can launch programs for.
-        ValueError: the arguments do not fit together.
-    """
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    q_len, kv_len = query.shape[2], key.shape[2]
-    if _is_decoded(query, key):
-        rows = query.shape[1] // key.shape[1] * q_len
-        # Wide heads have no other kernel: decode takes them even if it reads the keys several
-        # times.
-        if rows <= MOST_DECODED_ROWS or query.shape[3] > LARGEST_HEAD_DIM:
-            return contiguous_decode(query, key, value, attn_mask, is_causal, scale=scale)
-    if attn_mask is not None and q_len * kv_len >= WORTH_LOOKING:
-        return masked_prefill(query, key, value, attn_mask, scale=scale)
-    if has_gluon_kernels(query.device):
-        # Gluon is imported only on a GPU that supports it.
-        from attention_kernels.hopper.hopper_prefill import hopper_prefill, takes
-
-        if takes(query, value, scale):
-            return hopper_prefill(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
-    return prefill(query, key, value, attn_mask, is_causal, scale=scale)
+PRECISIONS = ("exact", "fp8", "int8", "fastest")
 
 
-def _check(
+Kernel = Callable[..., Any]
+"""Function of query, key, value, attn_mask, is_causal, scale, sinks, options and return_lse."""
+_kernels: PlanCache[Kernel] = PlanCache()
+
+
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    dropout_p: float,
     is_causal: bool,
+    scale: float | None,
     enable_gqa: bool,
-) -> None:
-    """Raise one of the errors that `attention` documents if no kernel supports the call."""
-    if dropout_p:
-        raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    ):
-        raise NotImplementedError("attention has no backward pass: call it in torch.no_grad()")
+    precision: str,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    return_lse: bool,
+) -> Any:
+    """Check a call, and run a kernel that computes it; in effect, `attention` in eager mode.
+
+    Calls of the same shapes and types are checked once, because the checks take the host longer
+    than a launch.
+    """
+    call = (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        is_causal,
+        scale,
+        enable_gqa,
+        precision,
+        return_lse,
+        None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device),
+        None if options is PLAIN else options,
+    )
+    kernel = _kernels.get(call)
+    if kernel is None:
+        check_heads(query, key, value, enable_gqa)
+        _check(query, key, value, attn_mask, is_causal)
+        kernel = _kernel_for(
+            query, key, value, attn_mask, is_causal, scale, precision, options, return_lse
+        )
+        if query.shape[3] <= LARGEST_HEAD_DIM:  # wider calls depend on where the value is in memory
+            _kernels.keep(call, kernel)
+    return kernel(query, key, value, attn_mask, is_causal, scale, sinks, options, return_lse)
+
+
+def _kernel_for(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    precision: str,
+    options: AttentionOptions,
+    return_lse: bool,
+) -> Kernel:
+    is_8_bit = precision in ("fp8", "int8")
+    if is_8_bit or precision == "fastest":
+        reason = _not_in_8_bits(query, attn_mask, is_causal, precision, options, return_lse)
+        if is_8_bit and reason is not None:
+            raise NotImplementedError(f"precision={precision!r}: {reason}")
+        if is_8_bit or (reason is None and is_faster_in_8_bits(query, key, options)):
+            return _int8 if precision == "int8" else _fp8
+    elif precision != "exact":
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+    if _is_decoded(query, key):
+        rows = query.shape[1] // key.shape[1] * query.shape[2]
+        # Wide heads have no other kernel: decode takes them even if it reads the keys several
+        # times.
+        if rows <= MOST_DECODED_ROWS or query.shape[3] > LARGEST_HEAD_DIM:
+            return _decode
+    # The order in which a tile visits scanned blocks depends on the tile's other queries.
+    is_scanned = (
+        query.shape[2] * key.shape[2] >= WORTH_LOOKING
+        and options.window == (None, None)
+        and not options.invariant
+    )
+    if attn_mask is not None and is_scanned:
+        return _masked
+    if has_gluon_kernels(query.device) and not options.invariant:
+        from attention_kernels.hopper.hopper_prefill import takes
+
+        if takes(query, value, scale):
+            return _hopper()
+    return _portable
+
+
+def _decode(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    attn_mask, is_causal, scale, sinks, options, return_lse = rest
+    return contiguous_decode(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale=scale,
+        sinks=sinks,
+        options=options,
+        return_lse=return_lse,
+    )
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    attn_mask, _, scale, sinks, options, return_lse = rest
+    return masked_prefill(
+        query,
+        key,
+        value,
+        attn_mask,
+        scale=scale,
+        softcap=options.softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+
+
+@functools.cache
+def _hopper() -> Kernel:
+    """Return the Hopper kernel; Gluon is imported only on a GPU that supports it."""
+    from attention_kernels.hopper.hopper_prefill import hopper_prefill
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        attn_mask, is_causal, scale, sinks, options, return_lse = rest
+        return hopper_prefill(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            options=options,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
+
+    return attend
+
+
+def _portable(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    attn_mask, is_causal, scale, sinks, options, return_lse = rest
+    return prefill(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale=scale,
+        sinks=sinks,
+        options=options,
+        return_lse=return_lse,
+    )
+
+
+def _fp8(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    return _quantised(torch.float8_e4m3fn, query, key, value, *rest)
+
+
+def _int8(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    return _quantised(torch.int8, query, key, value, *rest)
+
+
+def _quantised(
+    score_dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> Tensor:
+    attn_mask, is_causal, scale, sinks, options, _ = rest
+    return quantised_prefill(
+        query,
+        key,
+        value,
+        is_causal,
+        scale=scale,
+        score_dtype=score_dtype,
+        fp8_value=score_dtype != torch.int8,
+        options=options,
+        sinks=sinks,
+        attn_mask=attn_mask,
+    )
+
+
+def is_faster_in_8_bits(query: Tensor, key: Tensor, options: AttentionOptions) -> bool:
+    """Return whether FP8 was measured to be faster than 16 bits for calls of this size.
+
+    The rule is for Hopper, from `benchmarks/results/precisions.csv`: quantising the keys pays off
+    if many queries read them. Other GPUs were not measured, so they never quantise.
+    """
+    if not has_gluon_kernels(query.device) or options.window != (None, None):
+        return False
+    head_dim, kv_len = query.shape[3], key.shape[2]
+    return 96 < head_dim <= 128 and query.shape[2] >= kv_len >= 8192
+
+
+def _not_in_8_bits(
+    query: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    precision: str,
+    options: AttentionOptions,
+    return_lse: bool,
+) -> str | None:
+    """Return why no 8-bit kernel computes a call, or None."""
+    if query.dtype == torch.float32:
+        return "float32 is not quantised; pass float16 or bfloat16"
+    if return_lse:
+        return "the 8-bit kernels return no log-sum-exp"
+    if options.invariant:
+        return "8-bit kernels are not invariant: their scales depend on all keys"
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        return f"attn_mask in {attn_mask.dtype}: the 8-bit kernels need bool"
+    if attn_mask is not None and (is_causal or options.window != (None, None)):
+        return "attn_mask beside a diagonal or a window"
+    if query.shape[3] > LARGEST_HEAD_DIM:
+        return f"head dimension {query.shape[3]}: at most {LARGEST_HEAD_DIM}"
+    if precision != "int8" and query.is_cuda:
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < (8, 9):
+            return "FP8 needs compute capability 8.9 (this GPU has {}.{})".format(*capability)
+    return None
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Raise ValueError if the dimensions or the numbers of heads do not fit."""
     if not query.ndim == key.ndim == value.ndim == 4:
         sizes = ", ".join(str(tensor.ndim) for tensor in (query, key, value))
         raise ValueError(f"expected query, key and value of 4 dimensions, got {sizes}")
@@ -106,16 +273,32 @@ def _check(
         raise ValueError(
             f"{query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True"
         )
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> None:
+    """Raise one of the errors that `attention` documents if no kernel supports the call."""
+    check_tensors(query, key, value)
+    if attn_mask is not None:
+        _check_mask(query, key, attn_mask, is_causal)
+    check_head_dims(key, value, _is_decoded(query, key))
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check that the tensors have one type and one device, and that kernels support both.
+
+    Raises:
+        NotImplementedError: the types differ, or no kernel supports the type or the device.
+        ValueError: the devices differ.
+    """
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         names = ", ".join(str(tensor.dtype) for tensor in (query, key, value))
         raise NotImplementedError(f"attention needs one dtype of 16 bits or float32, got {names}")
     if not query.device == key.device == value.device:
         raise ValueError(f"tensors on {query.device}, {key.device} and {value.device}")
-    if attn_mask is not None:
-        _check_mask(query, key, attn_mask, is_causal)
     if reason := _wrong_device(query.device):
         raise NotImplementedError(reason)
-    _check_head_dims(query, key, value)
 
 
 def _is_decoded(query: Tensor, key: Tensor) -> bool:
@@ -139,12 +322,17 @@ def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor, is_causal: bool) 
         raise ValueError(f"attn_mask of shape {tuple(attn_mask.shape)} does not fit {shape}")
 
 
-def _check_head_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
-    head_dim, v_head_dim = query.shape[3], value.shape[3]
+def check_head_dims(key: Tensor, value: Tensor, is_decoded: bool) -> None:
+    """Check that a kernel supports the head dimensions.
+
+    Raises:
+        NotImplementedError: a head dimension is too large.
+    """
+    head_dim, v_head_dim = key.shape[-1], value.shape[-1]
     if max(head_dim, v_head_dim) <= LARGEST_HEAD_DIM:
         return
     has_room = v_head_dim <= LARGEST_LATENT and head_dim - v_head_dim <= LARGEST_TAIL
-    if not (has_room and _is_decoded(query, key) and is_leading_part(value, key)):
+    if not (is_decoded and has_room and is_leading_part(value, key)):
         raise NotImplementedError(
             f"attention has no kernel for head dimensions {head_dim} and {v_head_dim}: at most "
             f"{LARGEST_HEAD_DIM}"

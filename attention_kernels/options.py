@@ -20,6 +20,11 @@ class AttentionOptions:
     diagonal: the diagonal key of query i is key i + δ. δ is 0 as in SDPA, or Sk - Sq with
     `bottom_right` as in FlashAttention.
 
+    With `invariant`, the bits of a sequence's output depend neither on the other sequences of the
+    batch nor, at prefill, on cutting its queries into chunks: each chunk has at least 64 queries
+    and is aligned bottom right over the keys so far. Keys that a mask hides after the sequence's
+    own change no bit either, except beside a window with a right side.
+
     Raises:
         ValueError: `softcap` is not a positive number below 1e30.
     """
@@ -27,6 +32,7 @@ class AttentionOptions:
     bottom_right: bool = False
     window: Window = (None, None)
     softcap: float | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not 0 < self.softcap < 1e30:
@@ -37,6 +43,7 @@ class AttentionOptions:
 
 PLAIN = AttentionOptions()
 """Options of SDPA itself."""
+INVARIANT = AttentionOptions(invariant=True)
 
 
 class Lengths(NamedTuple):

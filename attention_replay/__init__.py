@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from capture.recording.record import record
     from capture.recording.recording import Recording
     from capture.storage.dataset import Dataset, load
+    from replay.api.batch_invariance import agree
     from replay.api.compare_rows import compare
     from replay.api.diagnose import doctor
     from replay.api.list_kernels import kernels
@@ -49,6 +50,7 @@ __all__ = [
     "Row",
     "Rows",
     "__version__",
+    "agree",
     "compare",
     "doctor",
     "kernels",
@@ -73,6 +75,7 @@ _HOMES = {
     "Recording": "capture.recording.recording",
     "Row": "replay.rows.row",
     "Rows": "replay.api.measured_rows",
+    "agree": "replay.api.batch_invariance",
     "compare": "replay.api.compare_rows",
     "doctor": "replay.api.diagnose",
     "kernels": "replay.api.list_kernels",

@@ -5,7 +5,8 @@
 Calls are small, so that the host never waits for the GPU. `back to back` is the time of a call in a
 loop; `among other work` is the time of a call after a layer of other PyTorch calls, as in a model,
 where the processor's caches hold other data. All calls and kernels take turns in shuffled rounds. A
-kernel's core has a separate line. Writes `benchmarks/results/launch_cost.csv`.
+kernel's core has a separate line. `attention_kernels` is the library's function `attention`.
+Writes `benchmarks/results/launch_cost.csv`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.operators import attention
 from benchmarks import results
 from benchmarks.gpu import gpu
 from capture.call.attention_call import AttentionCall
@@ -58,6 +60,8 @@ def main() -> None:
     machine = describe(device)
     parts: dict[Part, Callable[[], Tensor]] = {}
     for name, (names, call) in calls(device).items():
+        if "torch-default" in names:
+            parts[name, "attention_kernels", "drop-in"] = partial(attention, **call.arguments())
         for kernel in select(names)[0]:
             if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
                 continue

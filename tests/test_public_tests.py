@@ -25,13 +25,6 @@ from replay.kernels.registry import Kernel
 from tests import flash_attn_stand_in as stand_in
 
 ROOT = Path(__file__).parent.parent
-PACKED = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-PACKED_KEYS = torch.tensor([0, 5, 9, 17], dtype=torch.int32)
-OPTIONS = (
-    {},
-    {"causal": True, "window_size": (4, 0), "softmax_scale": 0.3},
-    {"window_size": (2, 3), "softcap": 5.0},
-)
 
 
 def _attention(**given: Any) -> Tensor:
@@ -46,122 +39,47 @@ def _attention(**given: Any) -> Tensor:
 
 @pytest.fixture(params=[frozenset(FEATURES), FEATURES.keys() - {"packed"}], ids=["all", "unpacked"])
 def shims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    def refuses(call: AttentionCall) -> str | None:
-        return "dropout" if call.dropout_p else None
-
-    kernel = Kernel("any", _attention, features=frozenset(request.param), unsupported=refuses)
+    kernel = Kernel("any", _attention, features=frozenset(request.param))
     monkeypatch.setattr(answers, "find", lambda name: kernel)
     ours = Answers("any")
-    return SimpleNamespace(answers=ours, flash_attn=FlashAttn(ours), flashinfer=FlashInfer(ours))
+    return SimpleNamespace(answers=ours, flashinfer=FlashInfer(ours))
 
 
 def _random(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_flash_attn_func(shims: SimpleNamespace, options: dict[str, Any]) -> None:
-    q, k, v = _random(2, 7, 4, 8), _random(2, 9, 2, 8), _random(2, 9, 2, 8) + 1
-    expected = stand_in.flash_attn_func(q, k, v, **options)
-    torch.testing.assert_close(shims.flash_attn.flash_attn_func(q, k, v, **options), expected)
-    kv = torch.stack((k, v), 2)
-    output, lse, _ = shims.flash_attn.flash_attn_kvpacked_func(
-        q, kv, 0.0, **options, deterministic=True, return_attn_probs=True
-    )
-    torch.testing.assert_close(output, expected)
-    assert lse.isnan().all()
-    qkv = torch.stack((q, q + 1, q + 2), 2)
+def test_packed_tensors_of_flash_attn() -> None:
+    ours, options = FlashAttn(), {"causal": True, "window_size": (4, 0), "softmax_scale": 0.3}
+    q, kv, qkv = _random(2, 7, 4, 8), _random(2, 9, 2, 2, 8), _random(2, 7, 3, 4, 8)
     torch.testing.assert_close(
-        shims.flash_attn.flash_attn_qkvpacked_func(qkv, **options),
-        stand_in.flash_attn_func(q, q + 1, q + 2, **options),
+        ours.flash_attn_kvpacked_func(q, kv, 0.0, **options, deterministic=True),
+        stand_in.flash_attn_func(q, *kv.unbind(2), **options),
     )
-
-
-@pytest.mark.parametrize("starts", [PACKED, torch.tensor([0, 3, 6, 9], dtype=torch.int32)])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_varlen(shims: SimpleNamespace, starts: Tensor, options: dict[str, Any]) -> None:
-    if starts is PACKED and "packed" not in shims.answers.kernel.features:
-        with pytest.raises(pytest.skip.Exception, match="has no packed sequences"):
-            shims.flash_attn.flash_attn_varlen_qkvpacked_func(_random(9, 3, 2, 8), starts, 5)
-        return
-    keys = PACKED_KEYS if starts is PACKED else starts * 2
-    total = int(keys[-1])
-    q, k, v = _random(9, 4, 8), _random(total, 2, 8), _random(total, 2, 8) + 1
-    given = (starts, keys, 5, 8)
-    expected = stand_in.flash_attn_varlen_func(q, k, v, *given, **options)
-    ours = shims.flash_attn
     torch.testing.assert_close(
-        ours.flash_attn_varlen_func(q, k, v, *given, 0.0, **options), expected
+        ours.flash_attn_qkvpacked_func(qkv, **options),
+        stand_in.flash_attn_func(*qkv.unbind(2), **options),
     )
-    kv = torch.stack((k, v), 1)
+    starts, keys = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 14], [0, 5, 18]))
+    packed = (starts, keys, 11, 13)
     torch.testing.assert_close(
-        ours.flash_attn_varlen_kvpacked_func(q, kv, *given, **options), expected
+        ours.flash_attn_varlen_kvpacked_func(q.flatten(0, 1), kv.flatten(0, 1), *packed, 0.0),
+        stand_in.flash_attn_varlen_func(q.flatten(0, 1), *kv.flatten(0, 1).unbind(1), *packed),
     )
-    pool, table = _random(5 * len(keys), 4, 2, 8), torch.randperm(5 * len(keys))[:15].view(3, 5)
     torch.testing.assert_close(
-        ours.flash_attn_varlen_func(q, pool, pool, *given, block_table=table, **options),
-        stand_in.flash_attn_varlen_func(q, pool, pool, *given, block_table=table, **options),
+        ours.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), starts, 11),
+        stand_in.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), starts, 11),
     )
+    assert ours.calls == 4
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_kv_cache_grows(shims: SimpleNamespace, options: dict[str, Any], paged: bool) -> None:
-    q, k, v = _random(2, 3, 4, 8), _random(2, 3, 2, 8), _random(2, 3, 2, 8) + 1
-    shape = (6, 4, 2, 8) if paged else (2, 12, 2, 8)
-    table = torch.tensor([[5, 1, 2], [0, 4, 3]], dtype=torch.int32) if paged else None
-    caches = [_random(*shape), _random(*shape) + 1]
-    used = torch.tensor([2, 9], dtype=torch.int32)
-    # The stand-in appends to a contiguous cache, not to pages.
-    full = [each.clone() for each in caches]
-    for cache, new in zip(full, (k, v), strict=True):
-        for n, length in enumerate(used.tolist()):
-            for i in range(3):
-                place = length + i
-                row = (int(table[n, place // 4]), place % 4) if table is not None else (n, place)
-                cache[row] = new[n, i]
-    given = {"block_table": table, **options}
-    expected = stand_in.flash_attn_with_kvcache(q, *full, cache_seqlens=used + 3, **given)
-    output = shims.flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=used, **given)
-    torch.testing.assert_close(output, expected)
-    for cache, wanted in zip(caches, full, strict=True):
-        assert torch.equal(cache, wanted)
-    assert used.tolist() == [2, 9]
-
-
-def test_rows_of_a_cache_and_packed_queries(shims: SimpleNamespace) -> None:
-    q, cache = _random(2, 3, 4, 8), _random(4, 12, 2, 8)
-    rows, used = torch.tensor([3, 1]), torch.tensor([5, 8], dtype=torch.int32)
-    expected = stand_in.flash_attn_with_kvcache(q, cache[rows], cache[rows], cache_seqlens=used)
-    given = {"cache_seqlens": used, "cache_batch_idx": rows}
-    output = shims.flash_attn.flash_attn_with_kvcache(q, cache, cache, **given)
-    torch.testing.assert_close(output, expected)
-    if "packed" in shims.answers.kernel.features:
-        starts = torch.tensor([0, 3, 6], dtype=torch.int32)
-        output, _ = shims.flash_attn.flash_attn_with_kvcache(
-            q.flatten(0, 1), cache, cache, **given, cu_seqlens_q=starts, return_softmax_lse=True
-        )
-        torch.testing.assert_close(output, expected.flatten(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"alibi_slopes": torch.ones(2)}, "ALiBi"),
-        ({"attention_chunk": 5}, "in chunks"),
-        ({"qv": torch.ones(1)}, "second query"),
-        ({"dropout_p": 0.17}, "dropout"),
-    ],
-)
-def test_the_rest_is_skipped(shims: SimpleNamespace, given: dict[str, Any], reason: str) -> None:
-    q = _random(1, 3, 2, 8)
-    with pytest.raises(pytest.skip.Exception, match=reason):
-        shims.flash_attn.flash_attn_func(q, q, q, **given)
-    with pytest.raises(TypeError, match="no argument 'new_feature'"):
-        shims.flash_attn.flash_attn_func(q, q, q, new_feature=True)
-    with pytest.raises(pytest.skip.Exception, match="another dtype"):
-        shims.flash_attn.flash_attn_func(q, q.half(), q.half())
-    assert shims.answers.calls == 0
+def test_a_refused_call_skips_the_test() -> None:
+    ours, cache = FlashAttn(), _random(1, 3, 2, 8)
+    with pytest.raises(pytest.skip.Exception, match="ALiBi"):
+        ours.flash_attn_with_kvcache(cache, cache, cache, alibi_slopes=torch.ones(2))
+    with pytest.raises(TypeError, match="'new_feature'"):
+        ours.flash_attn_func(cache, cache, cache, new_feature=True)
+    assert ours.calls == 0
 
 
 def _expected(
@@ -198,6 +116,8 @@ def test_single(shims: SimpleNamespace, layout: str, options: dict[str, Any]) ->
         ours.single_prefill_with_kv_cache(q, k, v, custom_mask=mask),
         _expected(q, k, v, causal=True),
     )
+    with pytest.raises(pytest.skip.Exception, match="another dtype"):
+        ours.single_decode_with_kv_cache(q[-1], k.half(), v.half())
 
 
 @pytest.mark.parametrize(
@@ -250,40 +170,39 @@ def test_pages(
     assert lse.isnan().all()
 
 
-def _of(test: Callable[..., None], ours: Answers) -> Outcome:
-    return running.run(test, {}, ours)
-
-
 @pytest.mark.slow
-def test_outcomes(shims: SimpleNamespace) -> None:
-    q = _random(1, 3, 2, 8).requires_grad_()
+def test_outcomes() -> None:
+    q, ours = _random(1, 3, 2, 8).requires_grad_(), FlashAttn()
+
+    def of(test: Callable[..., None]) -> Outcome:
+        return running.run(test, {}, ours)
 
     def passes() -> None:
-        output = shims.flash_attn.flash_attn_func(q, q, q)
+        output = ours.flash_attn_func(q, q, q)
         (gradient,) = torch.autograd.grad(output, q, output)
         assert gradient.eq(0).all()
 
     def fails() -> None:
         print("Output max diff: 3")
-        assert shims.flash_attn.flash_attn_func(q, q, q).sum() is None, "far off"
+        assert ours.flash_attn_func(q, q, q).sum() is None, "far off"
 
     def refuses() -> None:
-        shims.flash_attn.flash_attn_func(q, q, q, 0.17)
+        ours.flash_attn_func(q, q, q, 0.17)
 
     def grows() -> None:
         passes()
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
 
-    assert _of(passes, shims.answers) == Outcome("passed")
-    failed = _of(fails, shims.answers)
+    assert of(passes) == Outcome("passed")
+    failed = of(fails)
     assert failed.result == "failed"
     assert "far off" in failed.sentence
     assert failed.sentence.endswith("Output max diff: 3")
-    assert _of(refuses, shims.answers) == Outcome("skipped", "dropout")
-    assert _of(grows, shims.answers) == Outcome("skipped", "out of memory")
-    assert _of(lambda: None, shims.answers) == Outcome("skipped", "the kernel was not called")
+    assert of(refuses) == Outcome("skipped", "dropout_p: there is no kernel for dropout")
+    assert of(grows) == Outcome("skipped", "out of memory")
+    assert of(lambda: None) == Outcome("skipped", "the kernel was not called")
     never = pytest.mark.skipif(True, reason="on Tuesdays")(passes)
-    assert _of(never, shims.answers) == Outcome("skipped", "on Tuesdays")
+    assert of(never) == Outcome("skipped", "on Tuesdays")
     assert torch.autograd.grad((q * 2).sum(), q)[0].eq(2).all()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,8 @@ def contiguous_decode(
     seqused_k: Tensor | None = None,
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Return softmax(scale · QKᵀ + mask) · V for a short query, as a contiguous (B, Hq, Sq, Dv).
 
     Any Sq gives correct results. A key head has Hq / Hkv · Sq rows. Its keys are read once for
@@ -40,6 +43,7 @@ def contiguous_decode(
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         options: bottom right, window and soft cap. Keys before the first query's window are not
             read.
+        return_lse: as for `attend_to_cache`.
     """
     if seqused_k is not None and seqused_k.dtype != torch.int32:
         seqused_k = seqused_k.int()  # descriptors take 32-bit coordinates
@@ -51,4 +55,5 @@ def contiguous_decode(
         scale=scale,
         sinks=sinks,
         options=options,
+        return_lse=return_lse,
     )

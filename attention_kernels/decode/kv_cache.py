@@ -110,6 +110,12 @@ class Cache(NamedTuple):
         """Return the number of tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
 
+    @property
+    def pointers(self) -> Access:
+        """Return the way to read the cache through pointers."""
+        is_direct = self.block_table is None and self.indices is None
+        return "direct" if is_direct else "indirect"
+
     def access(self, is_cut: bool, begins_late: bool = False, rows: int = 1) -> Access:
         """Return how the kernel reads the cache.
 
@@ -122,8 +128,7 @@ class Cache(NamedTuple):
             begins_late: whether a window masks the first tokens.
             rows: number of query rows per key head.
         """
-        in_pages = self.block_table is not None
-        pointers: Access = "indirect" if in_pages or self.indices is not None else "direct"
+        in_pages, pointers = self.block_table is not None, self.pointers
         numbers = self.key.numel() + self.value.numel()
         if self.indices is not None or begins_late or numbers < WORTH_DESCRIBING:
             return pointers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache
@@ -20,7 +22,8 @@ def paged_decode(
     is_causal: bool = False,
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Return attention of each query to its sequence's tokens, as a contiguous (B, Hq, Sq, Dv).
 
     Args:
@@ -36,8 +39,15 @@ def paged_decode(
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         options: bottom right, window and soft cap. Pages before the first query's window are not
             read.
+        return_lse: as for `attend_to_cache`.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)
     return attend_to_cache(
-        query, cache, is_causal=is_causal, scale=scale, sinks=sinks, options=options
+        query,
+        cache,
+        is_causal=is_causal,
+        scale=scale,
+        sinks=sinks,
+        options=options,
+        return_lse=return_lse,
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.kv_cache import Access, Cache
 from attention_kernels.decode.quantised_cache import QuantisedCache
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_kernel import split_kv_kernel
@@ -33,7 +33,8 @@ def attend_to_cache(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
     tiles: Tiling | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Return softmax(scale · QKᵀ + mask) · V over a cache, as a contiguous (B, Hq, Sq, Dv).
 
     Args:
@@ -47,12 +48,20 @@ def attend_to_cache(
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         options: bottom right, window and soft cap; not together with indices.
         tiles: sizes of the work; None for the result of `planned`.
+        return_lse: return a tuple of the output and the natural logarithm of each row's sum of
+            exponentials, (B, Hq, Sq) float32, sinks included; -inf where every key is masked.
 
     Raises:
+        NotImplementedError: `options` ask for invariance over an 8-bit cache or chosen tokens.
         ValueError: the shapes do not fit together.
     """
     if query.numel() == 0:
-        return query.new_empty((*query.shape[:3], cache.sizes[2]))
+        output = query.new_empty((*query.shape[:3], cache.sizes[2]))
+        return (
+            (output, query.new_empty(query.shape[:3], dtype=torch.float32))
+            if return_lse
+            else output
+        )
     aligned = (cache.key.data_ptr() | cache.value.data_ptr()) % 16 == 0
     shape = (
         layout(query),
@@ -65,13 +74,16 @@ def attend_to_cache(
         tiles,
         aligned,
         cache.tail,
+        return_lse,
     )
     planned = _calls.get(shape) or _calls.keep(
         shape,
         _plan_call(query, cache, attn_mask, is_causal, scale, options, tiles, sizes_of(sinks)),
     )
     output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
-    parts = counters = None
+    lse = parts = counters = None
+    if return_lse:
+        lse = torch.empty(planned.output_shape[:3], dtype=torch.float32, device=query.device)
     if planned.parts_numbers:
         parts, counters = workspace(planned.parts_numbers, planned.counters, query.device)
     planned.call.launch(
@@ -84,10 +96,11 @@ def attend_to_cache(
         cache.indices,
         cache.block_table,
         output,
+        lse,
         parts,
         counters,
     )
-    return output
+    return (output, lse) if return_lse else output
 
 
 def planned(
@@ -110,12 +123,29 @@ def planned(
         kept or _most_seen(left, 0 if is_causal else right, options, q_len, kv_len),
         head_dim,
         v_dim,
-        cache.access(is_cut, left is not None, rows),
+        _access(cache, is_cut, left is not None, rows, options),
         _processors(query.device),
         cache.tail,
         1 if cache.lengths is None or kept else batch,
         cache.largest_block,
+        options.invariant,
     )
+
+
+def _access(
+    cache: Cache | QuantisedCache,
+    is_cut: bool,
+    begins_late: bool,
+    rows: int,
+    options: AttentionOptions,
+) -> Access:
+    """Return how to read the cache: through pointers if a call is invariant, because descriptors
+    depend on the size of the cache and shift a sequence's last block."""
+    if not options.invariant:
+        return cache.access(is_cut, begins_late, rows)
+    if isinstance(cache, QuantisedCache) or cache.indices is not None:
+        raise NotImplementedError("decode is invariant only over all tokens of a 16-bit cache")
+    return cache.pointers
 
 
 class _PlannedDecode(NamedTuple):
@@ -154,7 +184,7 @@ def _plan_call(
     cut = planned(query, cache, is_causal=is_causal, options=options)
     is_causal, left, right = _sides(is_causal, options, q_len, kv_len)
     is_cut = is_causal or left is not None or right is not None
-    access = cache.access(is_cut, left is not None, group * q_len)
+    access = _access(cache, is_cut, left is not None, group * q_len, options)
     tiles = tiles or cut.tiling
     # A block of another size could cross the boundary of two pages.
     has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0
@@ -217,6 +247,7 @@ def _plan_call(
             "BLOCK_SPLITS": merged.block_splits,
             "TOGETHER": merged.together,
             "BLOCK_SEQUENCES": 0 if assignment is None else triton.next_power_of_2(batch),
+            "PART": tiles.part,
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -69,6 +69,26 @@ def seen_positions(
 
 
 @triton.jit
+def own_parts(
+    batch,
+    lengths_ptr,
+    kv_len,
+    q_len,
+    left,
+    right,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return the number of parts of PART keys, at least one, for a sequence's visible keys."""
+    length = kv_len
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + batch)
+    begin, end, _ = seen_positions(length, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, 1)
+    return tl.maximum(tl.cdiv(end - begin, PART), 1)
+
+
+@triton.jit
 def assigned_part(
     program,
     lengths_ptr,

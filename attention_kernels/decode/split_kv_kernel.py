@@ -24,8 +24,12 @@ import triton.language as tl
 
 from attention_kernels.decode.kv_cache import find_tokens
 from attention_kernels.decode.quantised_cache import CACHE_BLOCK, fit_query, in_value_order, log2
-from attention_kernels.decode.split_kv_assignment import assigned_part, seen_positions
-from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER, merge
+from attention_kernels.decode.split_kv_assignment import (
+    assigned_part,
+    own_parts,
+    seen_positions,
+)
+from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER, merge, store_rows
 from attention_kernels.tiles.high_low_parts import (
     LOG2_LARGEST_FP8,
     LOG2_LARGEST_INT8,
@@ -57,6 +61,7 @@ def split_kv_kernel(
     indices_ptr,
     table_ptr,
     output_ptr,
+    lse_ptr,
     parts_ptr,
     counters_ptr,
     scale,
@@ -109,16 +114,18 @@ def split_kv_kernel(
     BLOCK_SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Attend to one part of the keys of a head, and merge parts if that is this program's task.
 
     Unused arguments are None, and the compiled program does not have them: the mask, sinks,
-    lengths, indices, table, `cap`, `left` and `right`; the parts and their counters if keys are not
-    split; the scales and the mean if the cache is in 16 bits.
+    lengths, indices, table, log-sum-exps, `cap`, `left` and `right`; the parts and their counters
+    if keys are not split; the scales and the mean if the cache is in 16 bits.
 
     If BLOCK_SEQUENCES is not 0, keys are assigned to programs by the lengths of at most that many
     sequences (`split_kv_assignment.py`), and `splits` is None. Otherwise the fields of a
-    `KeyAssignment` are None.
+    `KeyAssignment` are None. If PART is not 0, every part but a sequence's last has PART keys, and
+    `splits` is the number of parts of the longest sequence.
 
     `cap` is in base 2. With a cap, `scale` is the factor of the exponent in tanh. If BLOCK_TAIL is
     not 0, `head_dim` is the size of the key without its tail: Dv.
@@ -160,6 +167,12 @@ def split_kv_kernel(
         if batch == sequences:
             return
         head = batch * kv_heads + kv_head
+    if PART != 0:
+        parts = own_parts(
+            batch, lengths_ptr, kv_len, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, PART
+        )
+        if split >= parts:
+            return
     q_rows = group * q_len
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     has_row = rows < q_rows
@@ -211,6 +224,8 @@ def split_kv_kernel(
         indices_ptr += head.to(tl.int64) * kept
         positions_end = kept
     share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
+    if PART != 0:
+        share = PART
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 
@@ -365,9 +380,15 @@ def split_kv_kernel(
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key head are adjacent.
     output_ptr += head.to(tl.int64) * q_rows * v_dim
-    if BLOCK_SEQUENCES != 0:  # noqa: SIM102 (decided when it is compiled)
+    if lse_ptr is not None:
+        lse_ptr += head.to(tl.int64) * q_rows
+    PARTS_DIFFER: tl.constexpr = BLOCK_SEQUENCES != 0 or PART != 0
+    if PARTS_DIFFER and parts_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
         if parts == 1:
-            _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
+            store_rows(
+                output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns,
+                has_column, v_dim,
+            )  # fmt: skip
             return
     if parts_ptr is not None:
         # The parts are (programs, M, Dv), with the parts of a head in order. Their maxima and sums
@@ -394,6 +415,8 @@ def split_kv_kernel(
             sums_ptr,
             counters_ptr,
             output_ptr,
+            lse_ptr,
+            LOG2_UNIT,
             tl.program_id(2) * BLOCK_M,
             columns,
             has_column,
@@ -406,18 +429,10 @@ def split_kv_kernel(
             TOGETHER,
         )
     else:
-        _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
-
-
-@triton.jit
-def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim):
-    """Store the output of rows when all keys have been processed."""
-    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(
-        output_ptr + rows[:, None] * v_dim + columns[None, :],
-        output.to(output_ptr.dtype.element_ty),
-        mask=has_row[:, None] & has_column[None, :],
-    )
+        store_rows(
+            output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns,
+            has_column, v_dim,
+        )  # fmt: skip
 
 
 @triton.jit

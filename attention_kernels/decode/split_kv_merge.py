@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attention_kernels.tiles.online_softmax import LN_2
+
 COUNTERS_TOGETHER = tl.constexpr(3)
 """Number of counters per head and block of rows: programs that have arrived, rows that programs
 have taken, and programs that have left. All are zero before and after the launch. If one program
@@ -31,6 +33,8 @@ def merge(
     sums_ptr,
     counters_ptr,
     output_ptr,
+    lse_ptr,
+    LOG2_UNIT: tl.constexpr,
     first_row,
     columns,
     has_column,
@@ -49,6 +53,8 @@ def merge(
             maximum and sum of each row (parts, M, 2).
         counters_ptr: counters of the head and this block of rows.
         output_ptr: pointer to the head's output, (M, Dv).
+        lse_ptr: pointer to the head's log-sum-exps, (M,), or None.
+        LOG2_UNIT: base-2 logarithm of the number that represents a weight of 1 in the sums.
         first_row: first of ROW_CHUNKS times BLOCK_ROWS rows.
         BLOCK_SPLITS: number of parts that are read at a time.
         TOGETHER: whether all programs that have arrived merge rows.
@@ -63,7 +69,8 @@ def merge(
             chunk = tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
             while chunk < ROW_CHUNKS:
                 _merge_rows(
-                    parts_ptr, sums_ptr, output_ptr, first_row + chunk * BLOCK_ROWS,
+                    parts_ptr, sums_ptr, output_ptr, lse_ptr, LOG2_UNIT,
+                    first_row + chunk * BLOCK_ROWS,
                     columns, has_column, parts, q_rows, v_dim, BLOCK_ROWS, BLOCK_SPLITS,
                 )  # fmt: skip
                 chunk = tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
@@ -74,7 +81,7 @@ def merge(
         tl.store(counters_ptr, 0)
         for chunk in tl.static_range(ROW_CHUNKS):
             _merge_rows(
-                parts_ptr, sums_ptr, output_ptr, first_row + chunk * BLOCK_ROWS,
+                parts_ptr, sums_ptr, output_ptr, lse_ptr, LOG2_UNIT, first_row + chunk * BLOCK_ROWS,
                 columns, has_column, parts, q_rows, v_dim, BLOCK_ROWS, BLOCK_SPLITS,
             )  # fmt: skip
 
@@ -84,6 +91,8 @@ def _merge_rows(
     parts_ptr,
     sums_ptr,
     output_ptr,
+    lse_ptr,
+    LOG2_UNIT: tl.constexpr,
     first_row,
     columns,
     has_column,
@@ -117,6 +126,31 @@ def _merge_rows(
         maximum = new_maximum
         total = total * rescale + tl.sum(weights * sums, axis=0)
         output = output * rescale[:, None] + tl.sum(weights[:, :, None] * outputs, axis=0)
+    store_rows(
+        output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns, has_column,
+        v_dim,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_rows(
+    output,
+    maximum,
+    total,
+    LOG2_UNIT: tl.constexpr,
+    output_ptr,
+    lse_ptr,
+    rows,
+    has_row,
+    columns,
+    has_column,
+    v_dim,
+):
+    """Store the output of rows when all keys have been processed, and their log-sum-exps if
+    `lse_ptr` is not None."""
+    if lse_ptr is not None:
+        lse = (maximum + tl.math.log2(total) - LOG2_UNIT) * LN_2
+        tl.store(lse_ptr + rows, lse, mask=has_row)
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         output_ptr + rows[:, None] * v_dim + columns[None, :],

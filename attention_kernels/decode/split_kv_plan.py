@@ -26,6 +26,10 @@ are short in comparison."""
 WORTH_DEALING = 2**26
 """Minimum size of keys and values in bytes (some 15 µs on an H200) for which uneven lengths may
 cost more than adding up the lengths."""
+LEAST_PART = 512
+"""Minimum number of keys in a part if parts do not depend on the batch."""
+WORTH_OF_PART = 64
+"""Minimum ratio of the bytes of such a part's keys and values to the bytes of its sums."""
 MOST_SEQUENCES = 1024
 """Maximum number of lengths that a program can read and add up at once."""
 MERGED_REGISTERS = 32
@@ -107,6 +111,9 @@ class Tiling(NamedTuple):
     assignment."""
     assignment: KeyAssignment | None = None
     """Assignment of keys to programs by the lengths of the sequences."""
+    part: int = 0
+    """Number of keys in each part but a sequence's last, whatever the batch; 0 for equal parts.
+    `splits` is then the number of parts of the longest sequence."""
 
 
 class Plan(NamedTuple):
@@ -146,7 +153,7 @@ def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -
     )
     parts = programs // heads
     merged_rows = _stored(rows, cut.block_m)
-    runs_at_once = programs * cut.row_blocks <= processors
+    runs_at_once = programs * cut.row_blocks <= processors and not tiling.part
     together = runs_at_once and parts > FEW_PARTS and merged_rows * cut.block_dv > ALONE
     block_rows = min(merged_rows, MERGED_OUTPUT // cut.block_dv)
     if together:
@@ -168,6 +175,7 @@ def plan(
     tail: int = 0,
     sequences: int = 1,
     largest_block: int | None = None,
+    invariant: bool = False,
 ) -> Plan:
     """Return sizes for a call, chosen deterministically from measurements on an H200.
 
@@ -182,6 +190,8 @@ def plan(
         sequences: B if only the GPU knows the sequences' lengths, which are at most `positions`;
             else 1.
         largest_block: maximum number of keys that a descriptor loads at once.
+        invariant: whether the order of a sequence's sums must not depend on `heads`, `positions`,
+            `processors` and `sequences`.
     """
     # In 8 bits a row is two columns of a product (`high_low_parts.py`); 32 rows fill the registers.
     least, most = (8, 32) if access == "quantised" else (16, 64)
@@ -222,8 +232,12 @@ def plan(
         at_once = processors // (heads * row_blocks)
         most = max(most, min(at_once, math.isqrt(stored_rows * loaded // (2 * merged))))
     splits = max(1, min(splits, most, -(-positions // SHORTEST)))
-    assignment = None
-    if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
+    assignment, part = None, 0
+    if invariant:
+        bytes_of_key = (block_d + (block_tail or block_dv)) * itemsize
+        part = max(LEAST_PART, _side(-(-WORTH_OF_PART * merged // bytes_of_key)))
+        splits = max(1, -(-positions // part))
+    elif 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
         resident = max(1, RESIDENT * processors // row_blocks)
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
@@ -239,11 +253,11 @@ def plan(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )
     # If nothing is merged, more warps hide more of the latency of a small block's loads.
-    is_merged = splits > 1 or assignment is not None
+    is_merged = splits > 1 or assignment is not None or invariant
     if widest <= 64 and not is_merged and access == "direct":
         warps = 8
     return Plan(
-        Tiling(block_n, warps, stages, splits, assignment),
+        Tiling(block_n, warps, stages, splits, assignment, part),
         row_blocks,
         block_m,
         block_d,

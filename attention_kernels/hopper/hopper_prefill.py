@@ -75,6 +75,7 @@ def hopper_prefill(
             that see no key. With `return_lse`, the logarithms (B, Hq, Sq) too, in float32.
 
     Raises:
+        NotImplementedError: `options` asks for invariant bits.
         ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
             do not fit together, the tensors' types differ, or they do not have 16 bits.
     """
@@ -245,6 +246,10 @@ def _planned(
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise ValueError(f"query, key and value in {names}: needs one type of 16 bits")
     options = options or PLAIN
+    if options.invariant:
+        raise NotImplementedError(
+            "hopper_prefill is not invariant; `attention`, `prefill` and `packed_prefill` are"
+        )
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
     rows = q_len

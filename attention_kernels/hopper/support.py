@@ -14,7 +14,7 @@ def has_gluon_kernels(device: torch.device) -> bool:
     if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        import attention_kernels.hopper.pipeline  # noqa: F401
+        from attention_kernels.hopper import pipeline  # noqa: F401
     except (ImportError, AttributeError):  # Triton before 3.6
         return False
     return True

@@ -3,6 +3,7 @@ themselves check nothing."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 Sizes = tuple[int, ...]
@@ -51,3 +52,20 @@ def vector(name: str, tensor: Tensor | None, count: int) -> Tensor | None:
     if tensor.shape != (count,):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)}: needs {count} numbers")
     return tensor.contiguous()
+
+
+def check_integers(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Check the type, shape and device of an optional tensor of integers.
+
+    Raises:
+        ValueError: the tensor is not int32, or has another shape or device.
+    """
+    if tensor is None:
+        return
+    if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != device:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}: expected "
+            f"{tuple(shape)} in torch.int32 on {device}"
+        )

@@ -6,6 +6,7 @@ The memory holds parts of an output, and counters that tell a program that it is
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +50,9 @@ def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, T
         return _new(numbers, device), _reserved(count, device)
     kept = _kept(device, driver.active.get_current_stream(device.index))
     if kept.room.numel() < numbers:
-        kept.room = _new(_ample(numbers), device)
+        kept.room = _lasting(_ample(numbers), torch.float32, device)
     if kept.zeros.numel() < count:
-        kept.zeros = torch.zeros(_ample(count), dtype=torch.int32, device=device)
+        kept.zeros = _lasting(_ample(count), torch.int32, device)
     return kept.room, kept.zeros
 
 
@@ -64,6 +65,28 @@ def _ample(size: int) -> int:
 
 def _new(numbers: int, device: torch.device) -> Tensor:
     return torch.empty(numbers, dtype=torch.float32, device=device)
+
+
+def _lasting(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros that stay allocated after the current CUDA graph, for use on any stream.
+
+    Before PyTorch captures a graph (`torch.compile(mode="reduce-overhead")`), it runs the code
+    once, with all allocations of the thread in the graph's memory, which it overwrites later. A
+    new thread allocates elsewhere.
+    """
+    found: list[Tensor] = []
+
+    def allocate() -> None:
+        with torch.cuda.device(device):
+            found.append(torch.zeros(size, dtype=dtype, device=device))
+            torch.cuda.current_stream().synchronize()
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    if not found:
+        raise torch.OutOfMemoryError(f"no room for {size} numbers of scratch memory on {device}")
+    return found[0]
 
 
 def _reserved(count: int, device: torch.device) -> Tensor:
@@ -80,7 +103,5 @@ def _kept(device: torch.device, stream: int) -> _Workspace:
     """Return the memory that is kept for a stream, which is empty at first. The stream must be the
     current one."""
     if device not in _reserves:
-        zeros = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # a graph may run on another stream
-        _reserves[device] = _Reserve(zeros)
+        _reserves[device] = _Reserve(_lasting(RESERVED_COUNTERS, torch.int32, device))
     return _Workspace(_new(0, device), torch.zeros(0, dtype=torch.int32, device=device))

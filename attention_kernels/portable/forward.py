@@ -162,6 +162,7 @@ def _plan(
         and v_head_dim == v_main
         and can_be_described(key)
         and can_be_described(value)
+        and not options.invariant
         and not (cut is None and is_small(query, key, value))
     )
     mask, kind = _as_numbers(attn_mask, (memory, heads, q_len, k_len))
@@ -219,6 +220,7 @@ def _plan(
             "LENGTHS": lengths.kind,
             "HAS_LSE": has_lse,
             "HAS_DESCRIPTORS": has_descriptors,
+            "IS_ALIGNED": options.invariant,
         },
         num_warps=cut.warps,
         num_stages=cut.stages,

@@ -107,6 +107,7 @@ def forward_kernel(
     LENGTHS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     """Compute a tile of BLOCK_M queries of one head.
 
@@ -116,6 +117,8 @@ def forward_kernel(
     Strides of query, key and value are in UNITs, except between the elements of a row. Strides of
     the mask are in MASK_UNITs, and its number of keys is a multiple of MASK_UNIT. Strides of the
     output are in OUTPUT_UNITs.
+
+    IS_ALIGNED: blocks of keys begin at multiples of BLOCK_N from the first key, even in a window.
     """
     # A row of 72 numbers is a multiple of 16 bytes. Triton infers this from the product.
     stride_qb = tl.cast(stride_qb, tl.int64) * UNIT
@@ -169,8 +172,9 @@ def forward_kernel(
 
         if blocks is None:
             ends = stretches(
-                row + diagonal, k_start, k_end, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, False
-            )
+                row + diagonal, k_start, k_end, left, right,
+                BLOCK_M, BLOCK_N, IS_CAUSAL, IS_ALIGNED,
+            )  # fmt: skip
             for stretch in tl.static_range(1 if left is None else 0, 3):
                 sums, sums_rest, maximum, total = _attend(
                     sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,

@@ -53,17 +53,23 @@ def blocks(
     """Return the fastest sizes found on an H200, with separate sizes for GPUs with little shared
     memory and for loads through pointers.
 
+    If a call is invariant, sizes depend only on the type, the head dimensions and the kind of the
+    mask, and keys are loaded through pointers.
+
     Args:
         mask: (B, Hq, Sq, Sk); None without a mask, or if all queries of a head share one row.
     """
     left, right = options.window
     head_dim = max(query.shape[-1], value.shape[-1])
+    is_small_call = not options.invariant and is_small(query, key, value)
     if query.dtype == torch.float32:
         return _blocks_of_float32(head_dim)
     if mask is not None:
-        return blocks_of_mask(query, value, mask, is_small=is_small(query, key, value))
+        return blocks_of_mask(
+            query, value, mask, is_small=is_small_call, has_any_strides=options.invariant
+        )
     if not has_descriptors:
-        if is_small(query, key, value):
+        if is_small_call:
             return Blocks(64, 32 if key.shape[2] < 128 else 64, 4, 3)
         if head_dim <= 64:
             return Blocks(128, 64, 4, 3)
@@ -81,7 +87,13 @@ def blocks(
 
 
 def blocks_of_mask(
-    query: Tensor, value: Tensor, mask: Tensor, *, skips: bool = False, is_small: bool = False
+    query: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    skips: bool = False,
+    is_small: bool = False,
+    has_any_strides: bool = False,
 ) -> Blocks:
     """Return sizes for calls whose mask has a row for each query.
 
@@ -91,13 +103,14 @@ def blocks_of_mask(
     Args:
         mask: (B, Hq, Sq, Sk).
         skips: whether fully masked blocks are skipped. Tiles of few rows skip more.
+        has_any_strides: whether to return the sizes for masks of any strides.
     """
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:
         return _blocks_of_float32(head_dim)
     if head_dim > 128:
         return Blocks(64, 32, 8, 2)
-    if mask_unit(mask) == 1:
+    if has_any_strides or mask_unit(mask) == 1:
         return Blocks(64, 64 if head_dim <= 96 else 32, 4, 3)
     if head_dim <= 96 or is_small:
         return Blocks(64, 64, 4, 3, 168 if head_dim <= 64 else None)

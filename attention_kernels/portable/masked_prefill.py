@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 from torch import Tensor
 
 from attention_kernels.hopper.support import has_gluon_kernels
-from attention_kernels.options import Lengths
+from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward import forward
 from attention_kernels.portable.forward_tiles import blocks_of_mask
 from attention_kernels.tiles.visited_blocks import VisitedBlocks, find_visited_blocks
@@ -48,22 +50,27 @@ def masked_prefill(
     attn_mask: Tensor,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     visited: VisitedBlocks | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Return softmax(scale · QKᵀ + mask) · V, skipping fully masked blocks.
 
     A fully masked block of keys is not read, so a NaN in it has no effect. A key is masked by
     False, by -inf, or by at most -1e30 in a row that has larger values.
 
     Args:
-        query, key, value, scale: as for `prefill`.
+        query, key, value, scale, sinks, return_lse: as for `prefill`.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
+        softcap: soft cap of the scores, as in `AttentionOptions`.
         visited: result of `visited_blocks_of`; None to find the blocks now.
 
     Raises:
         ValueError: the shapes do not fit together, a head dimension is larger than 256, or
             `visited` belongs to a mask with another shape or other strides.
     """
+    options = PLAIN if softcap is None else AttentionOptions(softcap=softcap)
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     tiles = _tiles(query, value, mask)
     if visited is None:
@@ -83,11 +90,21 @@ def masked_prefill(
 
         if scale is not None and scale <= 0:  # the kernel finds the maximum before it scales
             query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
-        output, _ = forward_hopper(
-            query, key, value, False, scale, None, False, attn_mask=attn_mask, visited=visited
+        output, lse = forward_hopper(
+            query,
+            key,
+            value,
+            False,
+            scale,
+            None,
+            return_lse,
+            options=options,
+            sinks=sinks,
+            attn_mask=attn_mask,
+            visited=visited,
         )
-        return output
-    output, _ = forward(
+        return output if lse is None else (output, lse)
+    output, lse = forward(
         query,
         key,
         value,
@@ -95,8 +112,10 @@ def masked_prefill(
         False,
         scale,
         Lengths("full", query.shape[0], query.shape[2]),
-        False,
+        return_lse,
         blocks_of_mask(query, value, mask, skips=True),
+        options=options,
+        sinks=sinks,
         visited=visited,
     )
-    return output
+    return output if lse is None else (output, lse)

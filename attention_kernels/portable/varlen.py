@@ -130,7 +130,8 @@ def _attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the Hopper kernel if it supports the call, else the portable kernel."""
-    if has_gluon_kernels(query.device) and lengths.batches > 0 and lengths.longest_query > 0:
+    is_empty = 0 in (lengths.batches, lengths.longest_query)
+    if has_gluon_kernels(query.device) and not (is_empty or options.invariant):
         # Gluon is imported only if it may be used.
         from attention_kernels.hopper.hopper_prefill import forward_hopper, takes
 

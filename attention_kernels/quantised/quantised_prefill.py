@@ -85,10 +85,15 @@ def attend_to_quantised(
         visited: result of `visited_blocks_of` for the mask; None to find the blocks now.
 
     Raises:
+        NotImplementedError: `options` ask for invariance.
         ValueError: there is a soft cap or a sink, but the mean that was subtracted from the keys
             was not stored; a mask is combined with lengths, a diagonal or a window, or is not bool;
             or the shapes do not fit together.
     """
+    if options.invariant:
+        raise NotImplementedError(
+            "8-bit kernels are not invariant: their scales depend on all keys"
+        )
     sees_mean = options.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
         raise ValueError("soft caps and sinks need the mean of the keys: quantise with keep_mean")
@@ -315,7 +320,7 @@ def quantised_prefill(
         is_causal, scale, in_tensor_cores, options, sinks, attn_mask: as for `attend_to_quantised`.
 
     Raises:
-        ValueError: as for `attend_to_quantised`, for masks and shapes.
+        NotImplementedError, ValueError: as for `attend_to_quantised`.
     """
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (

@@ -50,8 +50,8 @@ def stretches(
     end of these blocks, and the end of the tile's keys.
 
     Whole blocks follow the blocks that a window's left side cuts. `diagonal` is the diagonal key of
-    the tile's first row. With IS_ALIGNED, every block begins at a multiple of BLOCK_N, and the
-    first may begin before the window; `k_start` must be a multiple of BLOCK_N.
+    the tile's first row. With IS_ALIGNED, every block begins at a multiple of BLOCK_N from
+    `k_start`, and the first may begin before the window.
     """
     first = k_start
     last = k_end
@@ -65,7 +65,7 @@ def stretches(
     if left is not None:
         first = tl.maximum(k_start, diagonal - left)
         if IS_ALIGNED:
-            first = first // BLOCK_N * BLOCK_N
+            first = k_start + (first - k_start) // BLOCK_N * BLOCK_N
         unmasked -= first - k_start
     cut = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
     whole = first

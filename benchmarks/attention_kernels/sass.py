@@ -222,6 +222,8 @@ def of_decode() -> Cases:
     yield "decode lengths 128", partial(decode, *many_keys(128), seqused_k=numbers(8))
     yield "decode mask 128", partial(decode, *operands(128, 1, 4096), bools(1, 4096))
     yield "decode float mask 64", partial(decode, *operands(64, 4, 4096), empty(4, 4096))
+    invariant = AttentionOptions(invariant=True)
+    yield "decode invariant 128", partial(decode, *operands(128, 1, 4096), options=invariant)
     yield from with_extras("decode 128", decode, *operands(128, 4, 4096))
     query, key, _ = operands(576, 1, 8192, batch=16, heads=(16, 1))
     yield "decode latent", partial(decode, query, key, key[..., :512])

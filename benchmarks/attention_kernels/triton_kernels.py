@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention_kernels.triton_kernels [--phase decode] [--env NAME=PYTHON] ...
 
-Times prefill and decode at the shapes of docs/attention-kernels.md, decode with a cold and a warm
+Times prefill and decode at the shapes of docs/kernel-speed.md, decode with a cold and a warm
 L2, and writes `benchmarks/results/triton_kernels.csv`. A single phase writes its own file, such as
 `triton_decode.csv`. The phase `head-dims`, prefill at head dimensions other than 64 and 128, runs
 only if it is named.

@@ -26,7 +26,7 @@ SWITCHES = {
 combines windows with chunks; `tests/test_flash_attn.py` has windows without chunks."""
 
 
-def load(test: Listed, checkout: Path, answers: Answers) -> Callable[..., None]:
+def load(test: Listed, checkout: Path, answers: Answers | FlashAttn) -> Callable[..., None]:
     """Return a test function that calls `answers`.
 
     Raises:
@@ -38,9 +38,11 @@ def load(test: Listed, checkout: Path, answers: Answers) -> Callable[..., None]:
         raise FileNotFoundError(f"{checkout} has no {test.file}")
     os.environ.update(SWITCHES)
     own = [checkout] if test.library == "flashinfer" else [checkout / "hopper"]
-    install = _flashinfer if test.library == "flashinfer" else _flash_attention
     with _importing(own):
-        install(checkout, answers)
+        if isinstance(answers, FlashAttn):
+            _flash_attention(checkout, answers)
+        else:
+            _flashinfer(answers)
         module = _from_file(f"public_tests_{'_'.join(path.parts[-2:])}", path)
     function: Callable[..., None] = getattr(module, test.name)
     return function
@@ -76,8 +78,7 @@ def _module(name: str, **contents: object) -> types.ModuleType:
     return module
 
 
-def _flash_attention(checkout: Path, answers: Answers) -> None:
-    shim = FlashAttn(answers)
+def _flash_attention(checkout: Path, shim: FlashAttn) -> None:
     functions = {name: getattr(shim, name) for name in dir(shim) if name.startswith("flash_attn")}
     _module("flash_attn", __path__=[], **functions)
     _module(
@@ -98,7 +99,7 @@ def _flash_attention(checkout: Path, answers: Answers) -> None:
     )
 
 
-def _flashinfer(checkout: Path, answers: Answers) -> None:
+def _flashinfer(answers: Answers) -> None:
     sys.meta_path.insert(0, Finder())
     import flashinfer.decode
     import flashinfer.prefill

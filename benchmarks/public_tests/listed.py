@@ -1,13 +1,16 @@
 """Lists the tests of the two libraries that are run, and our kernel for each.
 
-Omitted are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi alone, of
-CUDA graphs and of merged states; tests of a log-sum-exp, which our kernels do not return; and tests
-that compare the library's own options (`use_tensor_cores`) with each other.
+FlashAttention's tests call the functions of `attention_kernels.flash_attention`, which choose a
+kernel. Omitted are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi
+alone, of CUDA graphs and of merged states; FlashInfer's tests of a log-sum-exp; and tests that
+compare the library's own options (`use_tensor_cores`) with each other.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
+
+from benchmarks.public_tests.flash_attn_shim import NAME
 
 Against = Literal["PyTorch", "float64", "itself"]
 """`PyTorch`: the test's own formula; flash-attn's tests allow two or three times the error of this
@@ -32,10 +35,6 @@ FA2, FA3, VARLEN = "triton-fa2", "triton-fa3", "triton-varlen"
 DECODE, PAGED = "triton-decode", "triton-paged-decode"
 
 
-def _flash_attention(file: str, name: str, *kernels: str) -> Listed:
-    return Listed("flash-attention", file, name, kernels)
-
-
 def _flashinfer(
     file: str,
     name: str,
@@ -48,25 +47,28 @@ def _flashinfer(
 
 TESTS = (
     *(
-        _flash_attention("tests/test_flash_attn.py", name, *kernels)
-        for name, *kernels in (
-            ("test_flash_attn_qkvpacked", FA2, FA3),
-            ("test_flash_attn_varlen_qkvpacked", VARLEN),
-            ("test_flash_attn_output", FA2, FA3),
-            ("test_flash_attn_varlen_output", VARLEN),
-            ("test_flash_attn_causal", FA2, FA3),
-            ("test_flash_attn_varlen_causal", VARLEN),
-            ("test_flash_attn_splitkv", FA2, FA3, DECODE),
-            ("test_flash_attn_kvcache", DECODE, PAGED),
+        Listed("flash-attention", f"{folder}/test_flash_attn.py", name, (NAME,))
+        for folder, name in (
+            ("tests", "test_flash_attn_qkvpacked"),
+            ("tests", "test_flash_attn_varlen_qkvpacked"),
+            ("tests", "test_flash_attn_output"),
+            ("tests", "test_flash_attn_varlen_output"),
+            ("tests", "test_flash_attn_causal"),
+            ("tests", "test_flash_attn_varlen_causal"),
+            ("tests", "test_flash_attn_splitkv"),
+            ("tests", "test_flash_attn_kvcache"),
+            ("hopper", "test_flash_attn_output"),
+            ("hopper", "test_flash_attn_varlen_output"),
+            ("hopper", "test_flash_attn_kvcache"),
         )
     ),
-    *(
-        _flash_attention("hopper/test_flash_attn.py", name, *kernels)
-        for name, *kernels in (
-            ("test_flash_attn_output", FA2, FA3),
-            ("test_flash_attn_varlen_output", VARLEN),
-            ("test_flash_attn_kvcache", DECODE, PAGED, VARLEN),
-        )
+    # Repeats a call, and compares outputs and log-sum-exps.
+    Listed(
+        "flash-attention",
+        "tests/test_flash_attn.py",
+        "test_flash_attn_race_condition",
+        (NAME,),
+        "itself",
     ),
     _flashinfer("test_single_prefill", "test_sinqle_prefill_with_paged_kv_cache", FA2, FA3),
     _flashinfer("test_single_prefill", "test_single_prefill_extreme_negative_logits", FA2, FA3),

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.public_tests.answers import Answers
 from benchmarks.public_tests.checkout import load
+from benchmarks.public_tests.flash_attn_shim import NAME, FlashAttn
 from benchmarks.public_tests.listed import Listed
 from benchmarks.public_tests.on_cpu import on_cpu
 from benchmarks.public_tests.running import Arguments, Outcome, sample
@@ -37,7 +38,7 @@ Ran = list[tuple[Arguments, Outcome]]
 def play(job: Job, seed: int, until: float, device: str, largest: int | None) -> Ran:
     """Run a job in this process."""
     torch.set_num_threads(1)
-    answers = Answers(job.kernel, job.test.asked)
+    answers = FlashAttn() if job.kernel == NAME else Answers(job.kernel, job.test.asked)
     with on_cpu() if device == "cpu" else contextlib.nullcontext():
         function = load(job.test, job.checkout, answers)
         return list(sample(function, answers, job.judged, job.share, seed, until, largest))

@@ -85,6 +85,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other_gpus": trials.other_gpus,
     "per_pair": partial(speed.per_pair, results.DIRECTORY / "per_pair.csv"),
     "narrow_heads": partial(speed.narrow_heads, results.DIRECTORY / "narrow_heads.csv"),
+    "precisions": partial(speed.precisions, results.DIRECTORY / "precisions.csv"),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
 }

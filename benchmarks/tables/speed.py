@@ -172,6 +172,24 @@ def narrow_heads(path: Path) -> str:
     return markdown_table(heading, lines) + machine_line(rows)
 
 
+def precisions(path: Path) -> str:
+    """List times in 8 bits relative to the exact kernel, for self-attention by length; where
+    `precision="fastest"` takes FP8, the ratio is in bold."""
+    rows = [row for row in results.read(path) if row["q_len"] == row["kv_len"]]
+    lengths = sorted({int(row["q_len"]) for row in rows})
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        about = f"head_dim {row['head_dim']}, heads {row['q_heads']}/{row['kv_heads']}"
+        about += ", causal" if row["is_causal"] == "True" else ""
+        for name in ("fp8", "int8"):
+            ratio = f"{float(row[f'{name} / exact']):.2f}"
+            is_taken = name == "fp8" and row["fastest"] == "1"
+            cells = lines.setdefault(f"{name}, {about}", [""] * len(lengths))
+            cells[lengths.index(int(row["q_len"]))] = f"**{ratio}**" if is_taken else ratio
+    heading = ["time / exact", *(f"{length // 1024}K" for length in lengths)]
+    return markdown_table(heading, dict(sorted(lines.items()))) + machine_line(rows)
+
+
 def power_limit() -> str:
     """List the times of kernels that were each measured in three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:

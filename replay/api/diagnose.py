@@ -150,7 +150,7 @@ def examine_recording(
                     able,
                     settings,
                     timeout,
-                    _one_by_one(report, tasks),
+                    one_by_one(report, tasks),
                     in_process=not workers,
                     inside=modes,
                     found=found,
@@ -223,7 +223,7 @@ def _probed(
         environment.close()
 
 
-def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
+def one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
     """Return a progress function for tasks (a kernel on a call), which run one at a time."""
     from replay.bench.runner import DONE
 

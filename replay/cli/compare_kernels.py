@@ -21,7 +21,7 @@ other verbs, each with its own --help:
   random SHAPE · suite NAME     calls with random values, of any shape or a published list
   plan · verify                 choose a kernel for each layer · run the whole model with kernels
   compare · devices             runs against each other · kernels on several types of GPU
-  doctor · reproduce            why a kernel is wrong · the smallest call on which it fails
+  doctor · reproduce · agree    why a kernel is wrong · the smallest such call · batch invariance
   report · explain              an HTML page or charts of a run · why a model gains little
   kernels · selftest            which kernels can run here · whether this machine measures right
   watch · profile               replay whenever a file changes · one kernel under Nsight Compute

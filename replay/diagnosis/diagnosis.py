@@ -86,10 +86,13 @@ class Diagnosis:
     @property
     def place(self) -> str:
         """Place of the error, such as `transformer_blocks.3.attn, step 2, head 1`."""
-        parts = [self.layer or "no known layer"]
-        parts += [f"step {self.step}"] if self.step is not None else []
-        parts += [f"head {self.head}"] if self.head is not None else []
-        return ", ".join(parts)
+        head = f", head {self.head}" if self.head is not None else ""
+        return place_of(self.layer, self.step) + head
+
+
+def place_of(layer: str, step: int | None) -> str:
+    """Format a layer and step as `transformer_blocks.3.attn, step 2`."""
+    return (layer or "no known layer") + (f", step {step}" if step is not None else "")
 
 
 def diagnosed(call: str, kernel: str, origin: Origin, evidence: Evidence) -> Diagnosis:

@@ -277,8 +277,8 @@ class Examiner:
     ) -> _Answer:
         origin, answer, about = Origin(), _Answer(), (workload.name, kernel.name)
         try:
-            for message in self._ask("examine", [kernel], workload, mode, is_alone=is_alone):
-                with self._reading(is_alone):
+            for message in self.ask("examine", [kernel], workload, mode, is_alone=is_alone):
+                with self.reading(is_alone):
                     if "origin" in message:
                         origin = rebuilt(Origin, message["origin"])
                     elif "unreadable" in message:
@@ -303,15 +303,15 @@ class Examiner:
         while left:
             try:
                 kernels = [find(name) for name in left]
-                messages = list(self._ask("find healthy", kernels, workload))
-                with self._reading():
+                messages = list(self.ask("find healthy", kernels, workload))
+                with self.reading():
                     named = [each["healthy"] for each in messages if "healthy" in each]
                     return left[left.index(named[0])] if named else ""
             except Died as death:
                 left = left[left.index(death.kernel) + 1 :] if death.kernel in left else []
         return ""
 
-    def _ask(
+    def ask(
         self,
         do: str,
         kernels: Sequence[Kernel],
@@ -319,15 +319,20 @@ class Examiner:
         mode: Mode = "eager",
         *,
         is_alone: bool = False,
+        chunk: int = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Yield the messages of `replay.diagnosis.server`."""
+        """Yield the messages of `replay.diagnosis.server`.
+
+        Raises:
+            Died: the child crashed or hung.
+        """
         if not self._processes:
             messages: list[dict[str, Any]] = []
 
             def say(**message: Any) -> None:
                 messages.append(message)
 
-            serve(do, kernels, workload, self._settings, self._process_state, say, mode)
+            serve(do, kernels, workload, self._settings, self._process_state, say, mode, chunk)
             yield from messages
             return
         for message in self._processes[is_alone].ask(
@@ -336,12 +341,13 @@ class Examiner:
             workload=workload.source.to_json(),
             settings=self._settings.to_json(),
             mode=mode,
+            chunk=chunk,
         ):
             if "failed" in message:
                 raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
             yield message
 
-    def _reading(self, is_alone: bool = False) -> AbstractContextManager[None]:
+    def reading(self, is_alone: bool = False) -> AbstractContextManager[None]:
         """End the child if this block finds that its message is invalid."""
         return reading(self._processes[is_alone]) if self._processes else nullcontext()
 

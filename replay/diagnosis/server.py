@@ -16,6 +16,7 @@ from replay.diagnosis.captured import kernel_named
 from replay.diagnosis.diagnosis import diagnosed
 from replay.diagnosis.examine import examine
 from replay.diagnosis.examine_inside import examine_inside
+from replay.diagnosis.invariance import examine_invariance
 from replay.diagnosis.modes import Mode
 from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs
@@ -27,7 +28,7 @@ from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Handle a request `{"do": "examine", "mode": …, …}` or `{"do": "find healthy", …}`.
+    """Handle a request to "examine" a kernel, to let it "agree", or to "find healthy" kernels.
 
     Raises:
         ContextLost: a kernel made this process unusable.
@@ -37,7 +38,8 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     kernels = [kernel_named(name) for name in request["kernels"]]
     workload = Workload.of(source_from_json(request["workload"]))
     settings = Settings.from_json(request["settings"])
-    serve(request["do"], kernels, workload, settings, process_state, say, request["mode"])
+    mode, chunk = request["mode"], request["chunk"]
+    serve(request["do"], kernels, workload, settings, process_state, say, mode, chunk)
 
 
 @functools.cache
@@ -54,12 +56,14 @@ def serve(
     process_state: ProcessState,
     say: Say,
     mode: Mode = "eager",
+    chunk: int = 0,
 ) -> None:
     """Examine the only kernel on a call, or find the first kernel that is correct on it.
 
     Args:
         say: gets the results, and the kernel that runs next.
         mode: mode to run the kernel in; all but eager need a kernel that is right in eager mode.
+        chunk: number of queries in a chunk, if `do` is "agree" (batch invariance).
 
     Raises:
         ContextLost: a kernel made this process unusable.
@@ -83,6 +87,12 @@ def serve(
                 about = (workload.name, kernel.name, call.origin)
                 found = diagnosed(*about, result.evidence).to_json()
             say(examined=found, refused=result.refused, untried=result.untried)
+            return
+        if do == "agree":
+            (kernel,) = kernels
+            say(at=kernel.name)
+            verdicts = examine_invariance(kernel, call, settings, process_state, chunk)
+            say(agreed={case: vars(verdict) for case, verdict in verdicts.items()})
             return
         forms, judge = Forms.of(call), InProcessJudge(call, thresholds=settings.tolerances)
         for kernel in kernels:

@@ -33,7 +33,7 @@ FIELDS: dict[str, Any] = {
     # of a model, and of the doctor
     **{"refused": str, "built": _OBJECT, "ran": _OBJECT, "counted": _OBJECT},
     **{"failed_run": dict[str, str], "healthy": str, "origin": _OBJECT, "examined": _OBJECT | None},
-    "untried": str,
+    **{"untried": str, "agreed": _OBJECT},
 }
 """Fields of messages, with their types."""
 

@@ -177,20 +177,6 @@ def test_tensors_elsewhere_are_refused() -> None:
         launch_of(Kernel())(moved, None, aligned())
 
 
-def test_interpreter_gets_every_call() -> None:
-    """The interpreter returns no compiled program."""
-
-    class Interpreted(Kernel):
-        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-            return lambda *arguments, **options: self.compiled.append(arguments)
-
-    kernel = Interpreted()
-    launch = launch_of(kernel)
-    for _ in range(3):
-        launch(aligned(), None, aligned())
-    assert len(kernel.compiled) == 3
-
-
 def test_stages_are_reduced_when_shared_memory_is_small() -> None:
     class Large(Kernel):
         limit = 2

@@ -48,6 +48,25 @@ def of_packed(x: Inputs) -> Tensor:
     return output.unflatten(0, (2, LENGTH)).transpose(1, 2)
 
 
+def in_BSHD(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+def of_flash_varlen(x: Inputs) -> Tensor:
+    ends = (x.offsets, x.offsets, LENGTH, LENGTH)
+    output = ak.flash_attn_varlen_func(*x.packed, *ends)
+    return output.unflatten(0, (2, LENGTH)).transpose(1, 2)
+
+
+def of_flash_cache(x: Inputs) -> Tensor:
+    (token,) = in_BSHD(x.token)
+    pages = x.key_pages, x.value_pages
+    output = ak.flash_attn_with_kvcache(
+        token, *pages, cache_seqlens=x.lengths, block_table=x.block_table
+    )
+    return output.transpose(1, 2)
+
+
 def chosen(x: Inputs) -> Tensor:
     return ak.choose_tokens(x.token, x.key, 1.0)
 
@@ -69,6 +88,10 @@ PREFILL: dict[str, Callable[[Inputs], Tensor]] = {
         x.query, x.key, x.value, ak.KeyRanges(None, x.lengths)
     ),
     "packed_prefill": of_packed,
+    "flash_attn_func": lambda x: ak.flash_attn_func(*in_BSHD(x.query, x.key, x.value)).transpose(
+        1, 2
+    ),
+    "flash_attn_varlen_func": of_flash_varlen,
     "quantised_prefill": lambda x: ak.quantised_prefill(x.query, x.key, x.value),
     "attend_to_quantised": lambda x: ak.attend_to_quantised(
         x.query, ak.quantise_key_value(x.key, x.value)
@@ -77,6 +100,7 @@ PREFILL: dict[str, Callable[[Inputs], Tensor]] = {
 DECODE: dict[str, Callable[[Inputs], Tensor]] = {
     "attention": lambda x: ak.attention(x.token, x.key, x.value),
     "contiguous_decode": lambda x: ak.contiguous_decode(x.token, x.key, x.value),
+    "flash_attn_with_kvcache": of_flash_cache,
     "paged_decode": lambda x: ak.paged_decode(*paged(x)),
     "quantised_decode": lambda x: ak.quantised_decode(x.token, x.key, x.value, dtype=torch.int8),
     "attend_to_cache": lambda x: ak.attend_to_cache(
@@ -86,7 +110,7 @@ DECODE: dict[str, Callable[[Inputs], Tensor]] = {
     "paged_sparse_decode": lambda x: ak.paged_sparse_decode(*paged(x), chosen_in_pages(x)),
 }
 CALLED_INSIDE = {"choose_paged_tokens", "choose_tokens", "quantise_cache", "quantise_key_value"}
-TYPES = {"AttentionOptions", "KeyRanges", "PLAIN"}
+TYPES = {"AttentionOptions", "KeyRanges", "PLAIN", "register", "warm_up"}
 
 
 def error(output: Tensor, expected: Tensor) -> float:

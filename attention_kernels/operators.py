@@ -1,0 +1,233 @@
+"""PyTorch operators of this package: `torch.ops.attention_kernels.attention`.
+
+In eager mode, `attention` runs a kernel directly, which saves the microseconds of an operator's
+dispatch. While PyTorch traces a model (`torch.compile`, `torch.export`, fake tensors), it calls the
+operator, whose fake implementation knows shapes and strides alone. A compiled model therefore has
+one graph for all lengths. A copy of the package under another name, such as one of the Hugging Face
+Hub, has operators of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_kernels.dispatch import attend, check_heads
+from attention_kernels.options import INVARIANT, PLAIN, AttentionOptions
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str = "exact",
+    sinks: Tensor | None = None,
+    options: AttentionOptions = PLAIN,
+    return_lse: bool = False,
+    invariant: bool = False,
+) -> Any:
+    """Return `scaled_dot_product_attention` of the arguments, using the fastest kernel.
+
+    Calls with a few queries are decoded, with the keys split among programs. Long masks are scanned
+    first, so that fully masked blocks are skipped. Other 16-bit calls run the Hopper kernel on a
+    Hopper GPU, and the portable kernel elsewhere.
+
+    Args:
+        query: (B, Hq, Sq, D) in float16, bfloat16 or float32, any strides.
+        key: (B, Hkv, Sk, D).
+        value: (B, Hkv, Sk, Dv); D and Dv are at most 256, or 640 and 512 for a few queries if the
+            value is the first part of the key.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
+        dropout_p: must be 0.
+        is_causal: query i sees keys 0 to i; not with `attn_mask`, as in SDPA.
+        scale: factor of the scores; None for 1/√D.
+        enable_gqa: Hkv may be a divisor of Hq.
+        precision: `"exact"` for products in the tensors' own type; `"fp8"` or `"int8"` for products
+            in 8 bits (INT8 for QKᵀ alone); `"fastest"` for 8 bits where they were measured to be
+            faster, and the own type elsewhere.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
+        options: bottom-right diagonal, window and soft cap.
+        return_lse: return a tuple of the output and the natural logarithm of each row's sum of
+            exponentials, (B, Hq, Sq) float32, sinks included; -inf where every key is masked.
+        invariant: compute each sequence with the same bits in every batch, and at prefill in chunks
+            of 64 queries or more, as in `AttentionOptions`. Masks are not scanned, and
+            `precision="fastest"` is exact.
+
+    Returns:
+        (B, Hq, Sq, Dv) in the query's dtype; zeros for queries that see no key. Under autocast, the
+        tensors are converted first, as for SDPA.
+
+    Raises:
+        NotImplementedError: the call has dropout, gradients, or a device, dtype or head dimension
+            without a kernel, more rows than a GPU can launch programs for, or a feature that the
+            8-bit kernels lack.
+        ValueError: the arguments do not fit together.
+    """
+    if dropout_p:
+        raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
+    refuse_gradients(query, key, value)
+    if invariant:
+        options = INVARIANT if options is PLAIN else replace(options, invariant=True)
+    device = query.device.type
+    if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    if not is_traced(query):
+        return attend(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal,
+            scale,
+            enable_gqa,
+            precision,
+            sinks,
+            options,
+            return_lse,
+        )
+    check_heads(query, key, value, enable_gqa)
+    output, lse = _attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale,
+        precision,
+        sinks,
+        *_flat(options),
+        return_lse,
+        options.invariant,
+    )
+    return (output, lse) if return_lse else output
+
+
+def warm_up(
+    shapes: Iterable[Sequence[Sequence[int]]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    **options: Any,
+) -> None:
+    """Compile and load the kernels for calls of `attention`, which otherwise happens at the first
+    call of each kind and takes seconds.
+
+    Args:
+        shapes: for each call, the shapes of query (B, Hq, Sq, D) and key (B, Hkv, Sk, D), and of
+            the value if it differs from the key's. Tensors of these shapes are allocated.
+        options: arguments of `attention`, such as `is_causal`.
+
+    Example:
+        >>> warm_up([((1, 32, 4096, 128), (1, 8, 4096, 128))], is_causal=True)
+    """
+    for query, key, *value in shapes:
+        q, k, v = (
+            torch.zeros(*sizes, dtype=dtype, device=device)
+            for sizes in (query, key, value[0] if value else key)
+        )
+        attention(q, k, v, enable_gqa=True, **options)
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Raise NotImplementedError if PyTorch would record a backward pass."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError("attention has no backward pass: call it in torch.no_grad()")
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether PyTorch has to see an operator: while it traces, in a dispatch mode such as
+    `FlopCounterMode`, and for tensors without memory."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or tensor.is_meta
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+NAMESPACE = __name__.partition(".")[0]
+"""Namespace of the operators: the name under which the package was imported."""
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    precision: str,
+    sinks: Tensor | None,
+    bottom_right: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+    return_lse: bool,
+    invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run `attention`; without `return_lse`, the log-sum-exp has no elements."""
+    options = AttentionOptions(bottom_right, (window_left, window_right), softcap, invariant)
+    found = attend(
+        query, key, value, attn_mask, is_causal, scale, True, precision, sinks, options, return_lse
+    )
+    output, lse = found if return_lse else (found, query.new_empty(0, dtype=torch.float32))
+    expected = _empty_output(query, value)
+    if output.stride() != expected.stride():
+        output = expected.copy_(output)
+    return output, lse
+
+
+@_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    precision: str,
+    sinks: Tensor | None,
+    bottom_right: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+    return_lse: bool,
+    invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    shape = query.shape[:3] if return_lse else (0,)
+    return _empty_output(query, value), query.new_empty(shape, dtype=torch.float32)
+
+
+def _empty_output(query: Tensor, value: Tensor) -> Tensor:
+    """Return an empty output (B, Hq, Sq, Dv) that is dense in BSHD if the query is, else in
+    BHSD."""
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value.shape[3])
+
+
+def _flat(options: AttentionOptions) -> tuple[bool, int | None, int | None, float | None]:
+    return (options.bottom_right, *options.window, options.softcap)
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return tensors in the type of the autocast context, with bool masks as they are."""
+    return tuple(
+        each.to(torch.get_autocast_dtype(each.device.type))
+        if each is not None and each.is_floating_point()
+        else each
+        for each in tensors
+    )

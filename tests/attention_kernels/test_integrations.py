@@ -1,0 +1,209 @@
+"""Models of transformers and diffusers, and ComfyUI's function, run our attention as their own."""
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attention_kernels import operators
+from attention_kernels.integrations import NAME, register
+from tests.attention_kernels.calls import DEVICE
+from tests.capture.hooks.entry_points import comfyui_stand_in
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen": ("Qwen3ForCausalLM", {}),
+    "gemma": ("Gemma2ForCausalLM", {"sliding_window": 5, "attn_logit_softcapping": 3.0}),
+    "gpt-oss": ("GptOssForCausalLM", {"sliding_window": 5, "num_local_experts": 4}),
+    "bert": ("BertForMaskedLM", {"num_key_value_heads": None, "head_dim": None}),
+}
+"""Class of each model, and what differs from `SIZES`."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count calls of our attention."""
+    found: list[str] = []
+    attend = operators.attend
+
+    def counted(*args: Any) -> Any:
+        found.append("attend")
+        return attend(*args)
+
+    monkeypatch.setattr(operators, "attend", counted)
+    return found
+
+
+def model_of(name: str) -> Any:
+    import transformers
+
+    class_name, changes = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    sizes = {field: size for field, size in (SIZES | changes).items() if size is not None}
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes)).eval().to(DEVICE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def logits(model: Any, implementation: str, **inputs: Any) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        found: torch.Tensor = model(**inputs).logits
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_models_of_transformers_equal_eager(name: str, is_padded: bool, calls: list[str]) -> None:
+    pytest.importorskip("transformers")
+    register("transformers")
+    model = model_of(name)
+    ids = torch.arange(24, device=DEVICE).view(2, 12)
+    mask = torch.ones_like(ids)
+    if is_padded:
+        mask[1, :4] = 0  # padding at the left, as for generation
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    output, expected = (logits(model, each, **inputs) for each in (NAME, "eager"))
+    is_token = mask.bool()
+    torch.testing.assert_close(output[is_token], expected[is_token], atol=2e-4, rtol=1e-3)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt-oss"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_equals_eager(name: str, cache: str, calls: list[str]) -> None:
+    pytest.importorskip("transformers")
+    register("transformers")
+    model = model_of(name)
+    ids = torch.arange(20, device=DEVICE).view(2, 10)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    found = []
+    for each in (NAME, "eager"):
+        model.set_attn_implementation(each)
+        found.append(model.generate(ids, attention_mask=mask, pad_token_id=0, **options))
+    assert torch.equal(*found)
+    assert calls
+
+
+def test_packed_sequences_equal_eager(calls: list[str]) -> None:
+    pytest.importorskip("transformers")
+    register("transformers")
+    model = model_of("llama")
+    inputs = {
+        "input_ids": torch.arange(12, device=DEVICE)[None],
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]], device=DEVICE),
+        "use_cache": False,
+    }
+    output, expected = (logits(model, each, **inputs) for each in (NAME, "eager"))
+    torch.testing.assert_close(output, expected, atol=2e-4, rtol=1e-3)
+    assert calls
+
+
+def test_paged_caches_of_transformers_are_refused() -> None:
+    from attention_kernels.integrations.transformers_attention import attention_forward
+
+    tensor = torch.zeros(1, 1, 2, 16, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="takes no cache"):
+        attention_forward(torch.nn.Linear(1, 1), tensor, tensor, tensor, None, cache=object())
+
+
+@pytest.fixture
+def diffusers_backend() -> Iterator[None]:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    before = dispatch._AttentionBackendRegistry._active_backend
+    register("diffusers")
+    register("diffusers")  # twice is as good as once
+    yield
+    dispatch._AttentionBackendRegistry._active_backend = before
+
+
+def test_transformer_of_diffusers_equals_its_own_attention(
+    diffusers_backend: None, calls: list[str]
+) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    ).to(DEVICE)
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4, device=DEVICE),
+        "encoder_hidden_states": torch.randn(1, 5, 32, device=DEVICE),
+        "pooled_projections": torch.randn(1, 32, device=DEVICE),
+        "timestep": torch.tensor([0.5], device=DEVICE),
+        "img_ids": torch.zeros(16, 3, device=DEVICE),
+        "txt_ids": torch.zeros(5, 3, device=DEVICE),
+        "return_dict": False,
+    }
+    with torch.no_grad():
+        (expected,) = model(**inputs)
+        model.set_attention_backend(NAME)
+        (output,) = model(**inputs)
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("shape", [(2, 20), (2, 1, 1, 20), (2, 2, 20, 20)], ids=str)
+def test_masks_reach_the_backend(shape: tuple[int, ...], diffusers_backend: None) -> None:
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    query, key, value = (torch.randn(2, 20, 2, 16, device=DEVICE) for _ in range(3))
+    mask = torch.rand(shape, device=DEVICE) > 0.4
+    with torch.no_grad():
+        output, expected = (
+            dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend)
+            for backend in (NAME, "native")
+        )
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("skip_reshape", [False, True])
+@pytest.mark.parametrize("shape", [None, (20, 20), (2, 20, 20)], ids=str)
+def test_function_of_comfyui_equals_its_own(
+    skip_reshape: bool, shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: dict[str, Any] = {}
+    module: Any = types.ModuleType("comfy.ldm.modules.attention")
+    module.register_attention_function = registered.__setitem__
+    for name in ("comfy", "comfy.ldm", "comfy.ldm.modules"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    register("comfyui")
+    sizes = (2, 2, 20, 16) if skip_reshape else (2, 20, 32)
+    given = [torch.randn(sizes, device=DEVICE) for _ in range(3)]
+    options = {"mask": None if shape is None else torch.rand(shape, device=DEVICE) > 0.4}
+    options |= {"skip_reshape": skip_reshape}
+    output = registered[NAME](*given, 2, **options)
+    expected = comfyui_stand_in.attention_pytorch(*given, 2, **options)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_unknown_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of comfyui, diffusers, torch, transformers"):
+        register("vllm")
