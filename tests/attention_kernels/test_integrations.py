@@ -10,6 +10,7 @@ import torch
 
 from attention_kernels import operators
 from attention_kernels.integrations import NAME, register
+from tests import tiny_flux
 from tests.attention_kernels.calls import DEVICE
 from tests.capture.hooks.entry_points import comfyui_stand_in
 
@@ -138,33 +139,11 @@ def diffusers_backend() -> Iterator[None]:
 def test_transformer_of_diffusers_equals_its_own_attention(
     diffusers_backend: None, calls: list[str]
 ) -> None:
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    ).to(DEVICE)
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 4, device=DEVICE),
-        "encoder_hidden_states": torch.randn(1, 5, 32, device=DEVICE),
-        "pooled_projections": torch.randn(1, 32, device=DEVICE),
-        "timestep": torch.tensor([0.5], device=DEVICE),
-        "img_ids": torch.zeros(16, 3, device=DEVICE),
-        "txt_ids": torch.zeros(5, 3, device=DEVICE),
-        "return_dict": False,
-    }
+    denoiser = tiny_flux.model().to(DEVICE)
     with torch.no_grad():
-        (expected,) = model(**inputs)
-        model.set_attention_backend(NAME)
-        (output,) = model(**inputs)
+        expected = tiny_flux.step(denoiser, DEVICE)
+        denoiser.set_attention_backend(NAME)
+        output = tiny_flux.step(denoiser, DEVICE)
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     assert len(calls) == 2
 

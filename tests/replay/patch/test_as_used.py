@@ -16,7 +16,7 @@ import attention_replay as ar
 from capture import load, record
 from replay import use_kernel, use_plan
 from replay.timing.statistics import summarize
-from tests.capture.hooks.entry_points.test_diffusers import model, step
+from tests.tiny_flux import model, step
 
 from .conftest import plan_of
 
