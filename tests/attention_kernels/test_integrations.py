@@ -136,9 +136,7 @@ def diffusers_backend() -> Iterator[None]:
     dispatch._AttentionBackendRegistry._active_backend = before
 
 
-def test_transformer_of_diffusers_equals_its_own_attention(
-    diffusers_backend: None, calls: list[str]
-) -> None:
+def test_flux_equals_its_own_attention(diffusers_backend: None, calls: list[str]) -> None:
     denoiser = tiny_flux.model().to(DEVICE)
     with torch.no_grad():
         expected = tiny_flux.step(denoiser, DEVICE)
@@ -146,6 +144,28 @@ def test_transformer_of_diffusers_equals_its_own_attention(
         output = tiny_flux.step(denoiser, DEVICE)
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     assert len(calls) == 2
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the models are built on the CPU")
+@pytest.mark.parametrize("name", ["HunyuanVideo 1.5", "LTX-2", "Qwen-Image", "Wan 2.2", "Z-Image"])
+def test_denoisers_of_diffusers_equal_their_own_attention(
+    name: str, diffusers_backend: None, calls: list[str]
+) -> None:
+    from tests.capture.foreign.denoisers import MODELS
+
+    (build,) = (each.build for each in MODELS if each.name == name)
+    outputs = []
+    for backend in ("native", NAME):
+        calls.clear()
+        model, run = build()
+        for each in getattr(model, "components", {"": model}).values():
+            if hasattr(each, "set_attention_backend"):
+                each.set_attention_backend(backend)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            outputs.append(run())
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-3)
+    assert len(calls) >= 4
 
 
 @pytest.mark.parametrize("shape", [(2, 20), (2, 1, 1, 20), (2, 2, 20, 20)], ids=str)
