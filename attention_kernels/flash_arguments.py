@@ -94,12 +94,37 @@ def check_new(
     return k, v
 
 
+def check_room(tokens: int | Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Raise ValueError if a cache has no room for a number of tokens that the host knows."""
+    room = cache.shape[1] * (1 if table is None else table.shape[1])
+    if not isinstance(tokens, Tensor) and not 0 <= tokens <= room - new:
+        raise ValueError(f"cache_seqlens {tokens} and {new} new tokens: there is room for {room}")
+
+
 def either(**given: Tensor | None) -> Tensor | None:
     """Return the one of two names for an argument that is not None."""
     (name, first), (other, second) = given.items()
     if first is not None and second is not None:
         raise ValueError(f"{name} and {other} are names of one argument: pass one of them")
     return second if first is None else first
+
+
+def batch_of(cu_seqlens: Tensor) -> int:
+    """Return the number of sequences of a packed batch, from their offsets (B + 1,)."""
+    if cu_seqlens.numel() == 0:
+        raise ValueError("cu_seqlens_q is empty: expected one offset more than sequences")
+    return cu_seqlens.shape[0] - 1
+
+
+def longest_of(q: Tensor, max_seqlen_q: int | Tensor | None) -> int:
+    """Return the maximum number of queries of a packed sequence, Tq if it is not given.
+
+    A tensor is read, which waits for the GPU.
+    """
+    longest = q.shape[0] if max_seqlen_q is None else int(max_seqlen_q)
+    if longest < 1 and q.shape[0] > 0:
+        raise ValueError(f"max_seqlen_q is {longest}: expected at least 1 for {q.shape[0]} queries")
+    return longest
 
 
 def window(window_size: Sequence[int | None]) -> tuple[int | None, int | None]:

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from attention_kernels.decode.cache_update import append_to_cache
 from attention_kernels.flash_arguments import (
+    batch_of,
     check_features,
     check_new,
+    check_room,
     check_sizes,
     either,
+    longest_of,
     placed,
     window,
 )
@@ -138,7 +141,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start of each sequence and the end of all.
             `cu_seqlens_k` may be None with pages and `seqused_k`.
         max_seqlen_q: number of queries of the longest sequence, or more; None for Tq, which starts
-            more programs. Further queries of a sequence are not computed.
+            more programs. The output of further queries of a sequence is undefined.
         max_seqlen_k: number of keys of the longest sequence, or more; None for N · page_size.
         block_table: (B, N) int32, pages of each sequence. FlashAttention 3 calls it `page_table`.
         seqused_k: (B,) int32, number of valid keys of each sequence; None for all.
@@ -152,12 +155,12 @@ def flash_attn_varlen_func(
     options = AttentionOptions(True, window(window_size), softcap or None)
     table = either(block_table=block_table, page_table=page_table)
     check_sizes(q, k, v, (3, 3 if table is None else 4), sinks, out)
-    batch = cu_seqlens_q.shape[0] - 1
+    batch = batch_of(cu_seqlens_q)
     check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), q.device)
     check_integers("cu_seqlens_k", cu_seqlens_k, (batch + 1,), q.device)
     check_integers("seqused_k", seqused_k, (batch,), q.device)
     refuse_gradients(q, k, v)
-    longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    longest = longest_of(q, max_seqlen_q)
     more = (softmax_scale, causal, *options.window, options.softcap, sinks)
     if table is not None:
         check_integers("block_table", table, (batch, table.shape[-1]), q.device)
@@ -251,7 +254,7 @@ def flash_attn_with_kvcache(
     table = either(block_table=block_table, page_table=page_table)
     check_sizes(q, k_cache, v_cache, (4 if cu_seqlens_q is None else 3, 4), sinks, out)
     refuse_gradients(q, k_cache, v_cache)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = q.shape[0] if cu_seqlens_q is None else batch_of(cu_seqlens_q)
     check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), q.device)
     check_integers("cache_batch_idx", cache_batch_idx, (batch,), q.device)
     if table is not None:
@@ -266,16 +269,19 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("cache_seqlens is None: needed with k and v")
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    tokens = cache_seqlens
     if not isinstance(cache_seqlens, Tensor):
+        check_room(cache_seqlens, 0, k_cache, table)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     check_integers("cache_seqlens", cache_seqlens, (batch,), q.device)
-    longest = q.shape[-3] if max_seqlen_q is None or cu_seqlens_q is None else max_seqlen_q
+    longest = q.shape[1] if cu_seqlens_q is None else longest_of(q, max_seqlen_q)
     traced = is_traced(q)
     if k is not None or v is not None:
         k, v = check_new(k, v, k_cache, v_cache, batch, cu_seqlens_k_new)
         refuse_gradients(k, v)
         if not traced:
             check_cache_call(q, k_cache, v_cache, batch, longest)
+        check_room(tokens, 0 if cu_seqlens_k_new is not None else k.shape[1], k_cache, table)
         (append if traced else append_to_cache)(
             k_cache, v_cache, k, v, cache_seqlens, table, cu_seqlens_k_new
         )

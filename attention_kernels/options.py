@@ -25,8 +25,12 @@ class AttentionOptions:
     and is aligned bottom right over the keys so far. Keys that a mask hides after the sequence's
     own change no bit either, except beside a window with a right side.
 
+    `window` holds the numbers of keys that a query sees before and after its diagonal key, which it
+    sees too; None for all keys on that side.
+
     Raises:
-        ValueError: `softcap` is not a positive number below 1e30.
+        ValueError: `softcap` is not a positive number below 1e30, or a side of `window` is
+            negative.
     """
 
     bottom_right: bool = False
@@ -35,6 +39,8 @@ class AttentionOptions:
     invariant: bool = False
 
     def __post_init__(self) -> None:
+        if any(side is not None and side < 0 for side in self.window):
+            raise ValueError(f"invalid window {self.window}: expected None or 0 and more, per side")
         if self.softcap is not None and not 0 < self.softcap < 1e30:
             raise ValueError(
                 f"invalid softcap {self.softcap:g}: expected a positive number below 1e30, or None"

@@ -18,7 +18,10 @@ from attention_kernels.operators import attention
 
 
 def register() -> None:
-    functions = importlib.import_module("comfy.ldm.modules.attention")
+    try:
+        functions = importlib.import_module("comfy.ldm.modules.attention")
+    except ImportError as error:
+        raise ImportError(f"ComfyUI cannot be imported ({error}): call this in a node") from error
     functions.register_attention_function(NAME, attention_function)
 
 

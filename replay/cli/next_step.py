@@ -15,7 +15,7 @@ from replay.bench.runner import DEFAULT_BASELINE
 from replay.cli.shared_options import OPTIONS, SHAPE, VALUES
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
-from replay.rows.row import Row
+from replay.rows.row import Row, Speedup
 
 OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--tolerances")
 """Options that `plan` and `verify` share with the default verb."""
@@ -29,12 +29,14 @@ def next_step(
     rows: Sequence[Row],
     plan: Plan | None,
     dataset: Dataset | None,
+    measured: Speedup | None = None,
 ) -> str:
     """Return one line that suggests the next step; empty if there is nothing to suggest.
 
     Args:
         plan: plan written by `replay plan`.
         dataset: replayed recording; None if the calls were not recorded.
+        measured: speed-up of the whole model with the plan of `--plan`.
     """
     given, verb = vars(arguments), arguments.verb
     rows = [row for row in rows if row.kernel]  # omit rows of unreadable calls
@@ -77,6 +79,8 @@ def next_step(
         used = Plan.load(path)
         if not used.kernels:
             return f"{path} changes nothing: it names no kernel but the model's own"
+        if measured is not None and measured.verdict == "slow":
+            return f"do not use {path}: the model is slower with it ({measured.ratio:.2f}×)"
         trusted = ", trust_code=True" if used.code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
     if len(captures) == 1 and captures[0].census.get("rows"):

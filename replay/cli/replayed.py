@@ -35,7 +35,7 @@ from replay.cli.report import check_report, write
 from replay.cli.requests import metrics_of, request_of
 from replay.cli.stdout import reserved_stdout
 from replay.distribution.time_limit import in_words
-from replay.rows.row import INTERRUPTED_BLOCKS
+from replay.rows.row import INTERRUPTED_BLOCKS, Speedup
 from replay.rows.row_files import save_jsonl, write_jsonl
 
 if TYPE_CHECKING:
@@ -91,13 +91,16 @@ def show(arguments: argparse.Namespace, calls: CallChoice) -> int:
 
 
 def print_next_step(
-    arguments: argparse.Namespace, replay: Replayed, plan: Plan | None = None
+    arguments: argparse.Namespace,
+    replay: Replayed,
+    plan: Plan | None = None,
+    measured: Speedup | None = None,
 ) -> None:
     """Print the next step, unless hints are off, a file is missing, or stdout carries a file."""
     if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
         from replay.cli.next_step import next_step
 
-        if step := next_step(arguments, replay.rows, plan, replay.dataset):
+        if step := next_step(arguments, replay.rows, plan, replay.dataset, measured):
             # Do not wrap the line, because a command with line breaks cannot be pasted.
             print(f"next: {printable(step)}", file=sys.stderr)
     logger.info("all is printed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from replay.cli.shared_options import TIMING, VerbParser
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
+    from replay.rows.row import Speedup
     from replay.rows.row_files import Writable
 
 logger = logging.getLogger(__name__)
@@ -112,8 +114,16 @@ def run(arguments: argparse.Namespace) -> int:
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
     code = exit_code(replay, checks, check=arguments.check)
-    print_next_step(arguments, replay)
+    print_next_step(arguments, replay, measured=_of_plan(arguments.plan, checks))
     return code
+
+
+def _of_plan(plan: str | None, checks: Sequence[ModelResult]) -> Speedup | None:
+    """Return the measured speed-up of the whole run with the plan; None if there is none."""
+    for check in checks:
+        if plan is not None and check.kernel == Path(plan).name and "run" in check.measured:
+            return check.measured["run"].speedup
+    return None
 
 
 def _checked(

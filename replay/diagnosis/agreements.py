@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import get_args
 
 from capture.call.attention_call import Origin
@@ -19,6 +20,8 @@ from replay.workers.process import Died
 from replay.workloads.workload import Workload
 
 CASES: tuple[Case, ...] = get_args(Case)
+WIDTH = 80
+"""Width of the printed sentences, in characters."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,16 @@ def _lines(found: Sequence[Agreement]) -> Iterator[str]:
         sentences: list[str] = []
         for case in CASES:
             of_case = [each for each in members if case in each.verdicts]
-            equal = sum(each.verdicts[case].outcome == "equal" for each in of_case)
-            cells.append(f"{f'{equal} of {len(of_case)}' if of_case else '-':10}")
+            compared = [each for each in of_case if each.verdicts[case].outcome != "refused"]
+            equal = sum(each.verdicts[case].outcome == "equal" for each in compared)
+            count = f"{equal} of {len(compared)}" if compared else "refused" if of_case else "-"
+            cells.append(f"{count:10}")
             sentences += _sentences(case, of_case)
         yield "  ".join([f"{printable(kernel):{width}}", *cells]).rstrip()
-        yield from map(printable, sentences)
+        for sentence in map(printable, sentences):
+            yield from wrap(sentence, WIDTH, subsequent_indent="    ", break_long_words=False)
+    if found:
+        yield "calls with equal bits, of those compared; -: no call is divided in this way"
 
 
 def _sentences(case: Case, members: Sequence[Agreement]) -> Iterator[str]:

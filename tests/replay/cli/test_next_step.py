@@ -20,7 +20,7 @@ from replay.cli.doctor import parser as doctor_parser
 from replay.cli.main import VERBS
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, LayerChoice, Plan
-from replay.rows.row import Row
+from replay.rows.row import Row, Speedup
 from tests.factories import accuracy, census, random_call, row, speedup_over, store_part
 
 BUILT_IN: dict[str, Any] = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
@@ -63,12 +63,18 @@ def parser_of(given: Sequence[str]) -> tuple[OneSentenceParser, list[str]]:
     return compare_kernels.parser(), list(given)
 
 
-def said(*given: str, rows: list[Row] | None = None, written: Plan | None = None) -> str:
+def said(
+    *given: str,
+    rows: list[Row] | None = None,
+    written: Plan | None = None,
+    in_model: Speedup | None = None,
+) -> str:
     parser, others = parser_of(given)
     arguments = parser.parse_args(others)
     directory = vars(arguments).get("dir")
     dataset = Dataset.open(directory) if directory else None
-    return next_step(arguments, measured() if rows is None else rows, written, dataset)
+    rows = measured() if rows is None else rows
+    return next_step(arguments, rows, written, dataset, in_model)
 
 
 def command(sentence: str) -> list[str]:
@@ -105,6 +111,8 @@ def test_verify_leads_to_a_plan_and_its_use(tmp_path: Path) -> None:
     assert use == f"use the plan in your program: with replay.use_plan({path!r}): …"
     plan("mine.py:kernel").save(path)
     assert f"use_plan({path!r}, trust_code=True)" in said(*measure)
+    slower = Speedup(0.4, 0.3, 0.5, "slow", "interval-below-1")
+    assert said(*measure, in_model=slower).startswith(f"do not use {path}: the model is slower")
 
 
 def test_plan_that_changes_nothing_is_reported(tmp_path: Path) -> None:
