@@ -37,7 +37,7 @@ PRECISIONS = ("exact", "fp8", "int8", "fastest")
 
 
 Kernel = Callable[..., Any]
-"""Function of query, key, value, attn_mask, is_causal, scale, sinks, options and return_lse."""
+"""Function of query, key, value and attn_mask, with the other arguments by name."""
 _kernels: PlanCache[Kernel] = PlanCache()
 
 
@@ -86,7 +86,17 @@ def attend(
         )
         if query.shape[3] <= LARGEST_HEAD_DIM:  # wider calls depend on where the value is in memory
             _kernels.keep(call, kernel)
-    return kernel(query, key, value, attn_mask, is_causal, scale, sinks, options, return_lse)
+    return kernel(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        sinks=sinks,
+        options=options,
+        return_lse=return_lse,
+    )
 
 
 def _kernel_for(
@@ -114,7 +124,7 @@ def _kernel_for(
         # Wide heads have no other kernel: decode takes them even if it reads the keys several
         # times.
         if rows <= MOST_DECODED_ROWS or query.shape[3] > LARGEST_HEAD_DIM:
-            return _decode
+            return contiguous_decode
     # The order in which a tile visits scanned blocks depends on the tile's other queries.
     is_scanned = (
         query.shape[2] * key.shape[2] >= WORTH_LOOKING
@@ -124,30 +134,27 @@ def _kernel_for(
     if attn_mask is not None and is_scanned:
         return _masked
     if has_gluon_kernels(query.device) and not options.invariant:
-        from attention_kernels.hopper.hopper_prefill import takes
+        # Gluon is imported only on a GPU that supports it.
+        from attention_kernels.hopper.hopper_prefill import hopper_prefill, takes
 
         if takes(query, value, scale):
-            return _hopper()
-    return _portable
+            return hopper_prefill
+    return prefill
 
 
-def _decode(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    attn_mask, is_causal, scale, sinks, options, return_lse = rest
-    return contiguous_decode(
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal,
-        scale=scale,
-        sinks=sinks,
-        options=options,
-        return_lse=return_lse,
-    )
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    attn_mask, _, scale, sinks, options, return_lse = rest
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    return_lse: bool,
+) -> Any:
+    """Run `masked_prefill`; a call with a mask is neither causal nor windowed here."""
     return masked_prefill(
         query,
         key,
@@ -160,67 +167,30 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     )
 
 
-@functools.cache
-def _hopper() -> Kernel:
-    """Return the Hopper kernel; Gluon is imported only on a GPU that supports it."""
-    from attention_kernels.hopper.hopper_prefill import hopper_prefill
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-        attn_mask, is_causal, scale, sinks, options, return_lse = rest
-        return hopper_prefill(
-            query,
-            key,
-            value,
-            attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            options=options,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
-
-    return attend
-
-
-def _portable(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    attn_mask, is_causal, scale, sinks, options, return_lse = rest
-    return prefill(
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal,
-        scale=scale,
-        sinks=sinks,
-        options=options,
-        return_lse=return_lse,
-    )
-
-
-def _fp8(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    return _quantised(torch.float8_e4m3fn, query, key, value, *rest)
-
-
-def _int8(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    return _quantised(torch.int8, query, key, value, *rest)
-
-
 def _quantised(
-    score_dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    score_dtype: torch.dtype,
+    return_lse: bool,
+    **others: Any,
 ) -> Tensor:
-    attn_mask, is_causal, scale, sinks, options, _ = rest
+    """Run `quantised_prefill`, which has no log-sum-exp (`_not_in_8_bits` refuses such calls)."""
     return quantised_prefill(
         query,
         key,
         value,
-        is_causal,
-        scale=scale,
+        attn_mask=attn_mask,
         score_dtype=score_dtype,
         fp8_value=score_dtype != torch.int8,
-        options=options,
-        sinks=sinks,
-        attn_mask=attn_mask,
+        **others,
     )
+
+
+_fp8 = functools.partial(_quantised, score_dtype=torch.float8_e4m3fn)
+_int8 = functools.partial(_quantised, score_dtype=torch.int8)
 
 
 def is_faster_in_8_bits(query: Tensor, key: Tensor, options: AttentionOptions) -> bool:

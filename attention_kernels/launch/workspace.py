@@ -72,7 +72,8 @@ def _lasting(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
     Before PyTorch captures a graph (`torch.compile(mode="reduce-overhead")`), it runs the code
     once, with all allocations of the thread in the graph's memory, which it overwrites later. A
-    new thread allocates elsewhere.
+    new thread allocates elsewhere, on the default stream. If the memory is freed, it is not used
+    again before the current stream has finished with it.
     """
     found: list[Tensor] = []
 
@@ -86,6 +87,7 @@ def _lasting(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     thread.join()
     if not found:
         raise torch.OutOfMemoryError(f"no room for {size} numbers of scratch memory on {device}")
+    found[0].record_stream(torch.cuda.current_stream(device))
     return found[0]
 
 

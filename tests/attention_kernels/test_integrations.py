@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_kernels import operators
-from attention_kernels.integrations import NAME, register
+from attention_kernels.integrations import NAME, comfyui_attention, register
 from tests import tiny_flux
 from tests.attention_kernels.calls import DEVICE
 from tests.capture.hooks.entry_points import comfyui_stand_in
@@ -201,6 +201,8 @@ def test_function_of_comfyui_equals_its_own(
     output = registered[NAME](*given, 2, **options)
     expected = comfyui_stand_in.attention_pytorch(*given, 2, **options)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+    own = comfyui_stand_in.attention_pytorch
+    assert torch.equal(comfyui_attention.override(own, *given, 2, **options), output)
 
 
 def test_unknown_library_is_refused() -> None:
