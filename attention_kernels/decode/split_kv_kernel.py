@@ -38,7 +38,7 @@ from attention_kernels.tiles.high_low_parts import (
 )
 from attention_kernels.tiles.masking import in_base_2
 from attention_kernels.tiles.matmul import matmul
-from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
+from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, softmax_step, tanh
 
 
 # Numbers that change from call to call must not cause a recompilation.
@@ -317,7 +317,7 @@ def split_kv_kernel(
         else:
             scores = matmul(query, tl.trans(key), scores) * (scale * LOG2_E)
         if cap is not None:
-            scores = soft_cap(scores, cap)
+            scores = cap * tanh(scores)
         if MASK != 0:
             scores += _mask_bias(
                 mask_ptr,

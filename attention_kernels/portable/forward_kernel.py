@@ -27,7 +27,7 @@ import triton.language as tl
 
 from attention_kernels.tiles.masking import mask_bias, may_see, stretches
 from attention_kernels.tiles.matmul import matmul
-from attention_kernels.tiles.online_softmax import LN_2, LOG2_E, add_sink, soft_cap, softmax_step
+from attention_kernels.tiles.online_softmax import LN_2, LOG2_E, add_sink, softmax_step, tanh
 from attention_kernels.tiles.visited_blocks import first_key
 
 
@@ -364,20 +364,19 @@ def _attend(
             )  # fmt: skip
             scores = matmul(query_rest, key_rest.T, scores)
         keys = start + tl.arange(0, BLOCK_N)
+        factor = scale
         if cap is not None:
-            factor = 1.0
-            scores = soft_cap(scores * scale, cap, query.dtype == tl.float32)
-        elif MASK == "none":
-            factor = scale
-        else:
-            factor = 1.0
-            scores = scores * scale
+            # Blocks with and without IS_BOUNDED must round alike. With `factor`, both multiply by
+            # the cap in the multiply-add that subtracts the maximum.
+            scores = tanh(scores * scale, query.dtype == tl.float32)
+            factor = cap
         if MASK != "none":
-            scores = scores + mask_bias(
+            scores = scores * factor + mask_bias(
                 attn_mask, rows, keys, q_end, k_end, stride_mm, stride_mn, MASK_UNIT,
                 MASK == "bool" or MASK == "bool keys", IS_BOUNDED,
                 MASK == "bool" or MASK == "float",
             )  # fmt: skip
+            factor = 1.0
         if IS_BOUNDED:
             seen = may_see(diagonals, keys, k_end, left, right, IS_CAUSAL)
             scores = tl.where(seen, scores, float("-inf"))

@@ -31,7 +31,7 @@ import triton.language as tl
 from attention_kernels.quantised.quantise import first_group
 from attention_kernels.tiles.masking import mask_bias, may_see, stretches
 from attention_kernels.tiles.matmul import matmul
-from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap
+from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, tanh
 from attention_kernels.tiles.round_to_eight_bits import (
     FP8_MAX,
     INT8_MAX,
@@ -292,7 +292,7 @@ def _attend_blocks(
         if is_scaled:
             scores *= scale[:, None]
             if cap is not None:
-                scores = soft_cap(scores + shift[:, None], cap)
+                scores = cap * tanh(scores + shift[:, None])
             if IS_MASKED:
                 keys = start + tl.arange(0, BLOCK_N)
                 if mask_ptr is not None:

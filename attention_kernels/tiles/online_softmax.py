@@ -58,26 +58,26 @@ def add_sink(sink, maximum, total, unit):
 
 
 @triton.jit
-def soft_cap(exponents, cap, IS_FLOAT32: tl.constexpr = False):
-    """Return cap · tanh(x), where 2^exponents = e^2x and tanh x = 1 − 2 / (e^2x + 1).
+def tanh(exponents, IS_FLOAT32: tl.constexpr = False):
+    """Return tanh x = 1 − 2 / (e^2x + 1) for a soft cap, where 2^exponents = e^2x.
 
-    The error is about the float32 rounding error of the cap. In float32 calls, this matters for
-    scores far below the cap, so small x use a series. `base_2` returns the scale that turns
-    products into these exponents, and the cap that makes the result s.
+    The error is about the float32 rounding error of 1. In float32 calls, this matters for scores
+    far below the cap, so small x use a series. `base_2` returns the scale that turns products into
+    these exponents, and the cap that turns the result into s.
     """
-    tanh = 1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0)
+    result = 1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0)
     if IS_FLOAT32:
         x = exponents * (LN_2 / 2)
         square = x * x
         series = 2 / 15 + square * (-17 / 315 + square * (62 / 2835))
         series = x + x * square * (-1 / 3 + square * series)
-        tanh = tl.where(square < 0.0625, series, tanh)
-    return cap * tanh
+        result = tl.where(square < 0.0625, series, result)
+    return result
 
 
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """Return the factor that turns q·k into s, and None; with a soft cap, the factor that turns q·k
-    into the exponents of `soft_cap`, and the cap in base 2."""
+    into the exponents of `tanh`, and the cap in base 2."""
     if softcap is None:
         return scale * LOG2_E.value, None
     return 2 * scale * LOG2_E.value / softcap, softcap * LOG2_E.value

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mask beside causal": ({"attn_mask": QUERY, "is_causal": True}, "exclude each other"),
     "shape of the mask": ({"attn_mask": torch.ones(2, 70, device=DEVICE)}, r"\(2, 70\) does not"),
     "dtype of the mask": ({"attn_mask": torch.ones(70, device=DEVICE).int()}, "bool or float"),
-    "device": ({}, "CUDA GPU"),
+    "device": ({"query": QUERY.cpu(), "key": KEY.cpu(), "value": VALUE.cpu()}, "CUDA GPU"),
 }
 
 

@@ -37,6 +37,7 @@ def layer(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tenso
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> object:
+    torch.compiler.reset()  # programs of earlier tests count towards the limit of recompilations
     with torch.no_grad():
         yield
 
