@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attention_kernels import operators
 from attention_kernels.integrations import NAME, comfyui_attention, register
@@ -31,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", {"num_key_value_heads": None, "head_dim": None}),
 }
 """Class of each model, and what differs from `SIZES`."""
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
+"""On a GPU, 16 bits run other kernels."""
 
 
 @pytest.fixture
@@ -67,9 +70,18 @@ def logits(model: Any, implementation: str, **inputs: Any) -> torch.Tensor:
     return found
 
 
+def assert_as_exact(output: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that our attention is about as near to float32 as the model's own attention is."""
+    limit = 2 * (own.float() - exact).abs().max() + 2e-4 * exact.abs().max()
+    assert (output.float() - exact).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_models_of_transformers_equal_eager(name: str, is_padded: bool, calls: list[str]) -> None:
+def test_models_of_transformers_equal_eager(
+    name: str, is_padded: bool, dtype: torch.dtype, calls: list[str]
+) -> None:
     pytest.importorskip("transformers")
     register("transformers")
     model = model_of(name)
@@ -78,9 +90,11 @@ def test_models_of_transformers_equal_eager(name: str, is_padded: bool, calls: l
     if is_padded:
         mask[1, :4] = 0  # padding at the left, as for generation
     inputs = {"input_ids": ids, "attention_mask": mask}
-    output, expected = (logits(model, each, **inputs) for each in (NAME, "eager"))
+    exact = logits(model, "eager", **inputs)
+    model.to(dtype)
+    output, eager = (logits(model, each, **inputs) for each in (NAME, "eager"))
     is_token = mask.bool()
-    torch.testing.assert_close(output[is_token], expected[is_token], atol=2e-4, rtol=1e-3)
+    assert_as_exact(output[is_token], eager[is_token], exact[is_token])
     assert len(calls) == 2
 
 
@@ -146,26 +160,39 @@ def test_flux_equals_its_own_attention(diffusers_backend: None, calls: list[str]
     assert len(calls) == 2
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the models are built on the CPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["HunyuanVideo 1.5", "LTX-2", "Qwen-Image", "Wan 2.2", "Z-Image"])
 def test_denoisers_of_diffusers_equal_their_own_attention(
-    name: str, diffusers_backend: None, calls: list[str]
+    name: str, dtype: torch.dtype, diffusers_backend: None, calls: list[str]
 ) -> None:
     from tests.capture.foreign.denoisers import MODELS
 
     (build,) = (each.build for each in MODELS if each.name == name)
-    outputs = []
-    for backend in ("native", NAME):
+
+    def output(backend: str, dtype: torch.dtype) -> torch.Tensor:
         calls.clear()
         model, run = build()
         for each in getattr(model, "components", {"": model}).values():
             if hasattr(each, "set_attention_backend"):
                 each.set_attention_backend(backend)
+                each.to(DEVICE, dtype)
+                each.register_forward_pre_hook(
+                    lambda _, args, given: tree_map_only(
+                        torch.Tensor, lambda tensor: moved(tensor, dtype), (args, given)
+                    ),
+                    with_kwargs=True,
+                )
         torch.manual_seed(1)
         with torch.no_grad():
-            outputs.append(run())
-    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-3)
+            return torch.cat([each.flatten() for each in tree_leaves(run())])
+
+    exact, own = (output("native", each) for each in (torch.float32, dtype))
+    assert_as_exact(output(NAME, dtype), own, exact)
     assert len(calls) >= 4
+
+
+def moved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(DEVICE, dtype if tensor.is_floating_point() else None)
 
 
 @pytest.mark.parametrize("shape", [(2, 20), (2, 1, 1, 20), (2, 2, 20, 20)], ids=str)
