@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels.decode.contiguous_decode import contiguous_decode
+from attention_kernels.decode.contiguous_decode import DecodeOfShape
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import PlanCache
 from attention_kernels.launch.shape_checks import check_shapes
@@ -37,7 +37,7 @@ PRECISIONS = ("exact", "fp8", "int8", "fastest")
 
 
 Kernel = Callable[..., Any]
-"""Function of query, key, value and attn_mask, with the other arguments by name."""
+"""Function of query, key, value and attn_mask, and of the sinks by name."""
 _kernels: PlanCache[Kernel] = PlanCache()
 
 
@@ -86,17 +86,7 @@ def attend(
         )
         if query.shape[3] <= LARGEST_HEAD_DIM:  # wider calls depend on where the value is in memory
             _kernels.keep(call, kernel)
-    return kernel(
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        sinks=sinks,
-        options=options,
-        return_lse=return_lse,
-    )
+    return kernel(query, key, value, attn_mask, sinks=sinks)
 
 
 def _kernel_for(
@@ -110,21 +100,28 @@ def _kernel_for(
     options: AttentionOptions,
     return_lse: bool,
 ) -> Kernel:
+    given: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "options": options,
+        "return_lse": return_lse,
+    }
     is_8_bit = precision in ("fp8", "int8")
     if is_8_bit or precision == "fastest":
         reason = _not_in_8_bits(query, attn_mask, is_causal, precision, options, return_lse)
         if is_8_bit and reason is not None:
             raise NotImplementedError(f"precision={precision!r}: {reason}")
         if is_8_bit or (reason is None and is_faster_in_8_bits(query, key, options)):
-            return _int8 if precision == "int8" else _fp8
+            return functools.partial(_int8 if precision == "int8" else _fp8, **given)
     elif precision != "exact":
         raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
     if _is_decoded(query, key):
         rows = query.shape[1] // key.shape[1] * query.shape[2]
         # Wide heads have no other kernel: decode takes them even if it reads the keys several
         # times.
-        if rows <= MOST_DECODED_ROWS or query.shape[3] > LARGEST_HEAD_DIM:
-            return contiguous_decode
+        is_fast = rows <= MOST_DECODED_ROWS and options.decode
+        if is_fast or query.shape[3] > LARGEST_HEAD_DIM:
+            return DecodeOfShape(**given)
     # The order in which a tile visits scanned blocks depends on the tile's other queries.
     is_scanned = (
         query.shape[2] * key.shape[2] >= WORTH_LOOKING
@@ -132,14 +129,14 @@ def _kernel_for(
         and not options.invariant
     )
     if attn_mask is not None and is_scanned:
-        return _masked
-    if has_gluon_kernels(query.device) and not options.invariant:
+        return functools.partial(_masked, **given)
+    if has_gluon_kernels(query.device):
         # Gluon is imported only on a GPU that supports it.
         from attention_kernels.hopper.hopper_prefill import hopper_prefill, takes
 
         if takes(query, value, scale):
-            return hopper_prefill
-    return prefill
+            return functools.partial(hopper_prefill, **given)
+    return functools.partial(prefill, **given)
 
 
 def _masked(
@@ -264,7 +261,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         names = ", ".join(str(tensor.dtype) for tensor in (query, key, value))
-        raise NotImplementedError(f"attention needs one dtype of 16 bits or float32, got {names}")
+        raise NotImplementedError(
+            f"attention needs query, key and value all in float16, bfloat16 or float32, got {names}"
+            ": convert them (`attention` can quantise them itself, with precision='fp8')"
+        )
     if not query.device == key.device == value.device:
         raise ValueError(f"tensors on {query.device}, {key.device} and {value.device}")
     if reason := _wrong_device(query.device):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attention_kernels.launch.shape_checks import check_integers
+from attention_kernels.launch.shape_checks import check_integers, check_types
 
 NOT_COMPUTED = {
     "dropout_p": "dropout",
@@ -45,8 +45,13 @@ def check_features(**given: Any) -> None:
 def check_sizes(
     q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int], sinks: Tensor | None, out: Tensor | None
 ) -> None:
-    """Raise ValueError if the shapes do not fit together; `axes` are the numbers of axes of `q` and
-    of `k` and `v`."""
+    """Check that types and shapes fit together; `axes` are the numbers of axes of `q` and of `k`
+    and `v`.
+
+    Raises:
+        TypeError, ValueError: a type or a shape does not fit.
+    """
+    check_types({"q": q, "k": k, "v": v}, out=out)
     if (q.ndim, k.ndim, v.ndim) != (*axes, axes[1]):
         raise ValueError(
             f"expected a query of {axes[0]} dimensions, keys and values of {axes[1]}; got "
@@ -81,6 +86,7 @@ def check_new(
     """Return new keys and values, or raise ValueError if they do not fit the cache."""
     if k is None or v is None:
         raise ValueError(f"{'k' if k is None else 'v'} is None: pass k and v, or neither")
+    check_types({"k": k, "v": v})
     check_integers("cu_seqlens_k_new", cu_seqlens_k_new, (batch + 1,), k.device)
     tokens = k.shape[:-2]
     fits = tokens[:-1] == ((batch,) if cu_seqlens_k_new is None else ())
@@ -102,7 +108,8 @@ def check_room(tokens: int | Tensor, new: int, cache: Tensor, table: Tensor | No
 
 
 def either(**given: Tensor | None) -> Tensor | None:
-    """Return the one of two names for an argument that is not None."""
+    """Return the one of two names for a tensor that is not None."""
+    check_types({}, **given)
     (name, first), (other, second) = given.items()
     if first is not None and second is not None:
         raise ValueError(f"{name} and {other} are names of one argument: pass one of them")
@@ -111,6 +118,7 @@ def either(**given: Tensor | None) -> Tensor | None:
 
 def batch_of(cu_seqlens: Tensor) -> int:
     """Return the number of sequences of a packed batch, from their offsets (B + 1,)."""
+    check_types({"cu_seqlens_q": cu_seqlens})
     if cu_seqlens.numel() == 0:
         raise ValueError("cu_seqlens_q is empty: expected one offset more than sequences")
     return cu_seqlens.shape[0] - 1

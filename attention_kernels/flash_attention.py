@@ -81,7 +81,7 @@ def flash_attn_func(
         NotImplementedError: an argument needs a feature that these kernels lack (`NOT_COMPUTED`),
             or no kernel supports the device, type or head dimension, or gradients are needed.
         ValueError: the arguments do not fit together.
-        TypeError: FlashAttention has no such argument.
+        TypeError: an argument has another type, or FlashAttention has no such argument.
     """
     check_features(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **other)
     sinks = either(learnable_sink=learnable_sink, s_aux=s_aux)
@@ -270,7 +270,7 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_seqlens is None: needed with k and v")
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[1])
     tokens = cache_seqlens
-    if not isinstance(cache_seqlens, Tensor):
+    if isinstance(cache_seqlens, int | torch.SymInt):
         check_room(cache_seqlens, 0, k_cache, table)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     check_integers("cache_seqlens", cache_seqlens, (batch,), q.device)
@@ -287,20 +287,8 @@ def flash_attn_with_kvcache(
         )
         new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
         cache_seqlens = cache_seqlens + new
-    output, lse = (kvcache if traced else attend_to_kv_cache)(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        table,
-        cu_seqlens_q,
-        longest,
-        None,
-        softmax_scale,
-        causal,
-        *options.window,
-        options.softcap,
-        sinks,
-    )
+    place = (k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, longest, None)
+    more = (softmax_scale, causal, *options.window, options.softcap, sinks)
+    output, lse = (kvcache if traced else attend_to_kv_cache)(q, *place, *more)
     output = placed(output, out)
     return (output, lse) if return_softmax_lse else output

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.dispatch import attend, check_heads
+from attention_kernels.launch.shape_checks import check_types
 from attention_kernels.options import INVARIANT, PLAIN, AttentionOptions
 
 
@@ -56,7 +57,7 @@ def attention(
             in 8 bits (INT8 for QKᵀ alone); `"fastest"` for 8 bits where they were measured to be
             faster, and the own type elsewhere.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
-        options: bottom-right diagonal, window and soft cap.
+        options: bottom-right diagonal, window, soft cap, and prefill's bits for single queries.
         return_lse: return a tuple of the output and the natural logarithm of each row's sum of
             exponentials, (B, Hq, Sq) float32, sinks included; -inf where every key is masked.
         invariant: compute each sequence with the same bits in every batch, and at prefill in chunks
@@ -72,15 +73,17 @@ def attention(
             without a kernel, more rows than a GPU can launch programs for, or a feature that the
             8-bit kernels lack.
         ValueError: the arguments do not fit together.
+        TypeError: a tensor or `options` has another type.
     """
     if dropout_p:
         raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
+    tensors = {"query": query, "key": key, "value": value}
+    check_types(tensors, options, attn_mask=attn_mask, sinks=sinks)
     refuse_gradients(query, key, value)
     if invariant:
         options = INVARIANT if options is PLAIN else replace(options, invariant=True)
-    device = query.device.type
-    if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
-        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value, attn_mask = _autocast(query.device.type, query, key, value, attn_mask)
     if not is_traced(query):
         return attend(
             query,
@@ -105,9 +108,12 @@ def attention(
         scale,
         precision,
         sinks,
-        *_flat(options),
-        return_lse,
+        options.bottom_right,
+        *options.window,
+        options.softcap,
         options.invariant,
+        options.decode,
+        return_lse,
     )
     return (output, lse) if return_lse else output
 
@@ -127,14 +133,22 @@ def warm_up(
             the value if it differs from the key's. Tensors of these shapes are allocated.
         options: arguments of `attention`, such as `is_causal`.
 
+    Raises:
+        TypeError: `shapes` is not a list of pairs or triples of shapes.
+        The errors of `attention`.
+
     Example:
         >>> warm_up([((1, 32, 4096, 128), (1, 8, 4096, 128))], is_causal=True)
     """
-    for query, key, *value in shapes:
-        q, k, v = (
-            torch.zeros(*sizes, dtype=dtype, device=device)
-            for sizes in (query, key, value[0] if value else key)
-        )
+    for call in shapes:
+        is_call = isinstance(call, Sequence) and all(isinstance(sizes, Sequence) for sizes in call)
+        if not is_call or len(call) not in (2, 3):
+            raise TypeError(
+                f"expected the shapes of query and key for each call, got {call}: pass a list of "
+                "calls, such as [((1, 32, 4096, 128), (1, 8, 4096, 128))]"
+            )
+        query, key, value = (*call, call[1])[:3]
+        q, k, v = (torch.zeros(*sizes, dtype=dtype, device=device) for sizes in (query, key, value))
         attention(q, k, v, enable_gqa=True, **options)
 
 
@@ -174,11 +188,13 @@ def _attention(
     window_left: int | None,
     window_right: int | None,
     softcap: float | None,
+    invariant: bool,
+    decode: bool,
     return_lse: bool,
-    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run `attention`; without `return_lse`, the log-sum-exp has no elements."""
-    options = AttentionOptions(bottom_right, (window_left, window_right), softcap, invariant)
+    window = (window_left, window_right)
+    options = AttentionOptions(bottom_right, window, softcap, invariant, decode)
     found = attend(
         query, key, value, attn_mask, is_causal, scale, True, precision, sinks, options, return_lse
     )
@@ -190,22 +206,8 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    precision: str,
-    sinks: Tensor | None,
-    bottom_right: bool,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float | None,
-    return_lse: bool,
-    invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, return_lse = others
     shape = query.shape[:3] if return_lse else (0,)
     return _empty_output(query, value), query.new_empty(shape, dtype=torch.float32)
 
@@ -219,15 +221,13 @@ def _empty_output(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty(batch, heads, length, value.shape[3])
 
 
-def _flat(options: AttentionOptions) -> tuple[bool, int | None, int | None, float | None]:
-    return (options.bottom_right, *options.window, options.softcap)
-
-
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return tensors in the type of the autocast context, with bool masks as they are."""
+def _autocast(device: str, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return tensors in the type of the device's autocast context, if there is one, with bool masks
+    as they are."""
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
     return tuple(
-        each.to(torch.get_autocast_dtype(each.device.type))
-        if each is not None and each.is_floating_point()
-        else each
+        each.to(dtype) if each is not None and each.is_floating_point() else each
         for each in tensors
     )

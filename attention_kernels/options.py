@@ -23,7 +23,9 @@ class AttentionOptions:
     With `invariant`, the bits of a sequence's output depend neither on the other sequences of the
     batch nor, at prefill, on cutting its queries into chunks: each chunk has at least 64 queries
     and is aligned bottom right over the keys so far. Keys that a mask hides after the sequence's
-    own change no bit either, except beside a window with a right side.
+    own change no bit either, except beside a window with a right side. Without `decode`, a call of
+    `attention` with a few queries runs prefill's kernel, so that chunks of any size, single queries
+    included, get the bits of prefill; with many keys, decode's kernel is much faster.
 
     `window` holds the numbers of keys that a query sees before and after its diagonal key, which it
     sees too; None for all keys on that side.
@@ -37,9 +39,11 @@ class AttentionOptions:
     window: Window = (None, None)
     softcap: float | None = None
     invariant: bool = False
+    decode: bool = True
 
     def __post_init__(self) -> None:
-        if any(side is not None and side < 0 for side in self.window):
+        left, right = self.window
+        if (left or 0) < 0 or (right or 0) < 0:
             raise ValueError(f"invalid window {self.window}: expected None or 0 and more, per side")
         if self.softcap is not None and not 0 < self.softcap < 1e30:
             raise ValueError(

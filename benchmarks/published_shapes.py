@@ -7,7 +7,7 @@ Writes `benchmarks/results/published_shapes.csv`.
 
 from __future__ import annotations
 
-from benchmarks.sweep import cold, parser, sweep
+from benchmarks.sweep import Group, cold, parser, sweep
 from replay.workloads.random_calls import Spec, suite
 from replay.workloads.workload import random_workloads
 
@@ -24,7 +24,7 @@ def main() -> None:
         for call in random_workloads(name, suite(name, "bfloat16", LONGEST), seed=0)
     ]
     calls += random_workloads("random", [Spec(4, 24, 24, 4250, 4250, 64, 64)], seed=0)
-    sweep(cold(calls), arguments.kernels, arguments, [])
+    sweep([Group(arguments.kernels, cold(calls))], arguments)
 
 
 if __name__ == "__main__":

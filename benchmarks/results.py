@@ -16,6 +16,7 @@ SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_
 
 COLUMNS = (
     "kernel",
+    "version",
     "environment",
     "call.name",
     "call.model",
@@ -55,6 +56,7 @@ COLUMNS = (
     "machine.device",
     "machine.torch",
     "machine.cuda",
+    "machine.cudnn",
     "machine.triton",
 )
 

@@ -3,12 +3,18 @@
 Names, parameters and layouts are those of the libraries, which need a GPU and are not installed.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.replay.kernels import stand_ins
+from tests.replay.kernels.stand_ins import parameters
+
+HOW = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
+PROBABILITIES = "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 
 
 def attend(
@@ -20,49 +26,27 @@ def attend(
     return output[0].transpose(0, 1)
 
 
+def options_of(given: SimpleNamespace) -> tuple[Any, ...]:
+    return given.softmax_scale, given.causal, given.window_size, given.softcap
+
+
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """Compute attention as a plain function, which `torch.compile` can trace."""
     options = (softmax_scale, causal, window_size, softcap)
     return torch.stack([attend(*each, *options) for each in zip(q, k, v, strict=True)])
 
 
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    options = (softmax_scale, causal, window_size, softcap)
-    if block_table is not None:
-        k, v = (in_one_piece(each, block_table, cu_seqlens_k.diff()) for each in (k, v))
+@parameters(f"q, k, v, {LENGTHS}, dropout_p=0.0, {HOW}, {PROBABILITIES}, block_table=None")
+def flash_attn_varlen_func(given: SimpleNamespace) -> Tensor:
+    k, v, starts_q, starts_k = given.k, given.v, given.cu_seqlens_q, given.cu_seqlens_k
+    if given.block_table is not None:
+        k, v = (in_one_piece(each, given.block_table, starts_k.diff()) for each in (k, v))
     pairs = [
-        attend(q[a:b], k[c:d], v[c:d], *options)
-        for a, b, c, d in zip(
-            cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True
-        )
+        attend(given.q[a:b], k[c:d], v[c:d], *options_of(given))
+        for a, b, c, d in zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True)
     ]
     return torch.cat(pairs)
 
@@ -88,17 +72,10 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, causal=causal)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-) -> Tensor:
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, causal=causal)
+@parameters(f"q, kv, {LENGTHS}, causal=False")
+def flash_attn_varlen_kvpacked_func(given: SimpleNamespace) -> Tensor:
+    q, kv, *others = vars(given).values()
+    return flash_attn_varlen_func(q, *kv.unbind(-3), *others[:4], causal=given.causal)
 
 
 def in_one_piece(pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
@@ -112,64 +89,43 @@ def in_one_piece(pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     return torch.stack(tokens)
 
 
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Tensor:
+@parameters(
+    "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+    f"cache_batch_idx=None, cache_leftpad=None, block_table=None, {HOW}, rotary_interleaved=True, "
+    "alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+)
+def flash_attn_with_kvcache(given: SimpleNamespace) -> Tensor:
     """Write the new keys and values into the cache, and attend to the cache."""
-    used = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
-    lengths = torch.as_tensor(used).expand(len(q)).clone()
+    caches, k, v = (given.k_cache, given.v_cache), given.k, given.v
+    used = caches[0].shape[1] if given.cache_seqlens is None else given.cache_seqlens
+    lengths = torch.as_tensor(used).expand(len(given.q)).clone()
     if k is not None and v is not None:
         for n, length in enumerate(lengths.tolist()):
-            k_cache[n, length : length + k.shape[1]] += k[n]
-            v_cache[n, length : length + v.shape[1]] += v[n]
+            for cache, new in zip(caches, (k, v), strict=True):
+                cache[n, length : length + new.shape[1]] += new[n]
         lengths += k.shape[1]
     outputs = []
     for n, length in enumerate(lengths.tolist()):
-        if block_table is not None:
-            where = (block_table[n : n + 1], torch.tensor([length]))
-            key, value = (in_one_piece(each, *where) for each in (k_cache, v_cache))
+        if given.block_table is not None:
+            where = (given.block_table[n : n + 1], torch.tensor([length]))
+            key, value = (in_one_piece(each, *where) for each in caches)
         else:
-            first = 0 if cache_leftpad is None else int(cache_leftpad[n])
-            key, value = k_cache[n, first:length], v_cache[n, first:length]
-        outputs.append(attend(q[n], key, value, softmax_scale, causal, window_size, softcap))
+            first = 0 if given.cache_leftpad is None else int(given.cache_leftpad[n])
+            key, value = (each[n, first:length] for each in caches)
+        outputs.append(attend(given.q[n], key, value, *options_of(given)))
     return torch.stack(outputs)
 
 
-def flash_mla_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor | None,
-    cache_seqlens: Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    is_fp8_kvcache: bool = False,
-    indices: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@parameters(
+    "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, "
+    "softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None"
+)
+def flash_mla_with_kvcache(given: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """Compute what FlashMLA's `reference_torch` computes, with the arguments of its kernel."""
-    outputs = []
-    for n, length in enumerate(cache_seqlens.tolist()):
-        key = in_one_piece(k_cache, block_table[n : n + 1], torch.tensor([length]))
-        given = (q[n], key, key[..., :head_dim_v])
-        outputs.append(attend(*given, softmax_scale, causal, (-1, -1), 0.0))
+    outputs, q = [], given.q
+    for n, length in enumerate(given.cache_seqlens.tolist()):
+        table = given.block_table[n : n + 1]
+        key = in_one_piece(given.k_cache, table, torch.tensor([length]))
+        parts = (q[n], key, key[..., : given.head_dim_v])
+        outputs.append(attend(*parts, given.softmax_scale, given.causal, (-1, -1), 0.0))
     return torch.stack(outputs), torch.zeros(q.shape[0], q.shape[2], q.shape[1])

@@ -8,7 +8,6 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 
 def exit_code(main: Callable[..., None], *arguments: str) -> int:
-    """Return the exit code of a command."""
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert isinstance(stopped.value.code, int)

@@ -59,7 +59,6 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 def unknown_words(words: list[str]) -> list[str]:
-    """Return the unknown options and verbs of a command line."""
     command, *others = words
     verb = others[0] if others and not others[0].startswith("-") else ""
     if verb and verb not in options.VERBS[command]:

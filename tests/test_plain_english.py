@@ -97,7 +97,6 @@ def faults(path: Path) -> list[str]:
 
 
 def files_below(*roots: Path) -> list[Path]:
-    """Return the Python files below some folders, except this file."""
     found = (each for root in roots for each in ([root] if root.is_file() else root.rglob("*.py")))
     return sorted(path for path in found if path.resolve() != Path(__file__).resolve())
 

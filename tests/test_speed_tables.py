@@ -1,4 +1,4 @@
-"""Figures that `benchmarks/tables/speed.py` derives from rows, and files written by its phases."""
+"""Figures that `benchmarks/tables` derives from rows of speed, and calls of the benchmarks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,34 +10,11 @@ import torch
 
 from benchmarks import results
 from benchmarks.attention_kernels import per_pair
-from benchmarks.tables import speed
+from benchmarks.attention_kernels.rivals import PARTS, Case
+from benchmarks.tables import rivals
 from capture.call.attention_variant import AttentionVariant
-from replay.kernels.registry import Kernel
+from replay.kernels.registry import Kernel, select
 from tests.factories import random_call
-
-MACHINE = {"machine.device": "a GPU", "machine.torch": "2.11", "machine.triton": "3.6"}
-
-
-def row(name: str, kernel: str, **changes: Any) -> dict[str, Any]:
-    """Return a row that a replay would write for a call with head_dim 64."""
-    shape = {"batch": 1, "q_heads": 2, "kv_heads": 2, "q_len": 8, "kv_len": 8}
-    return {
-        "kernel": kernel,
-        "environment": "this",
-        "call": {
-            "name": name,
-            "is_causal": True,
-            "shape": {**shape, "head_dim": 64, "v_head_dim": 64, **changes.pop("shape", {})},
-        },
-        "status": "ok",
-        "machine": {"device": "a GPU", "torch": "2"},
-        **changes,
-    }
-
-
-def timed(name: str, kernel: str, ms: float, pairs: int, **changes: Any) -> dict[str, Any]:
-    """Return a row whose TFLOPS follow from 2·pairs·(64 + 64) operations in `ms`."""
-    return row(name, kernel, time_ms={"p50": ms}, tflops=256 * pairs / ms / 1e9, **changes)
 
 
 def lines(table: str) -> list[list[str]]:
@@ -49,22 +26,58 @@ def lines(table: str) -> list[list[str]]:
     ]
 
 
-def test_an_environment_s_baseline_is_not_a_kernel_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    results.write(
-        [
-            timed("window", "one", 0.6, 1_000_000),
-            row("window", "two", status="unsupported"),
-            timed("window", "torch-masked", 0.5, 1_000_000),
-            timed("window", "torch-masked", 9.0, 1_000_000, environment="fa4"),
-            timed("window", "fa4", 0.25, 1_000_000, environment="fa4"),
-        ],
-        path,
-    )
-    assert lines(speed.by_call(path)) == [
-        ["ms", "one", "two", "torch-masked", "fa4"],
-        ["window", "0.600", "", "0.500", "0.250"],
+def test_rivals_are_listed_relative_to_our_time(tmp_path: Path) -> None:
+    """Cores count, the fastest kernel of a library counts, and the fastest rival is in bold."""
+    shape = {"batch": 1, "q_heads": 2, "kv_heads": 2, "q_len": 8, "kv_len": 8}
+    shape |= {"head_dim": 64, "v_head_dim": 64}
+    call = {"model": "prefill", "name": "FLUX", "is_causal": True, "shape": shape}
+    machine = {"device": "a GPU", "torch": "2"}
+
+    def timed(kernel: str, ms: float, **changes: Any) -> dict[str, Any]:
+        found = {"kernel": kernel, "call": call, "status": "ok", "time_ms": {"p50": ms}}
+        return found | {"machine": machine} | changes
+
+    failed = timed("cudnn-fp8", 0.1, status="inaccurate")
+    rows = [
+        timed("triton-fa3", 2.0),
+        timed("fa3", 9.0, core_time_ms={"p50": 3.0}, version="3.0.0b1"),
+        timed("fa3-kvcache", 5.0, environment="fa3", version="3.0.0b1"),
+        timed("torch-flash", 2.5, version="2"),
+        failed,
     ]
+    results.write(rows, tmp_path / "rivals_one.csv")
+    other = {"machine": machine | {"device": "another GPU"}}
+    results.write([each | other for each in rows[:2]], tmp_path / "rivals_two.csv")
+    table = rivals.rivals(tmp_path)
+    heading, first = "rival's time / ours", "prefill, FLUX: 1×2×8×64 causal"
+    assert lines(table) == [
+        [heading, "FlashAttention 2", "FlashAttention 3"],
+        [first, "**1.25**", "1.50"],
+        [heading, "FlashAttention 3"],
+        [first, "**1.50**"],
+    ]
+    assert "prefill 1.25 to 1.25. a GPU, torch 2, FlashAttention 3 3.0.0b1." in table
+    results.write([failed], tmp_path / "rivals_one.csv")
+    assert rivals.rivals(tmp_path, "rivals_one.csv") == ""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_our_kernel_takes_every_case_of_the_rivals(part: str) -> None:
+    """Pages hold the same keys as the plain call."""
+    for names, cases in PARTS[part].items():
+        ours, *_ = select(names)[0]
+        assert ours.name.startswith(rivals.OURS)
+        for case in cases.values():
+            spec = replace(case.spec, batch=2, q_len=min(case.spec.q_len, 8), kv_len=256)
+            call = Case(spec, case.lengths and (9, 256), case.page_size).call(part)
+            assert ours.refuses(call) is None
+            assert call.value_is_in_key == (part == "mla")
+            plain = spec.call("cpu", torch.Generator().manual_seed(0))
+            lengths = [256, 256] if call.seqused_k is None else call.seqused_k.tolist()
+            for key, right, length in zip(
+                call.without_pages().key, plain.key, lengths, strict=True
+            ):
+                assert torch.equal(key[:, :length], right[:, :length])
 
 
 def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.MonkeyPatch) -> None:

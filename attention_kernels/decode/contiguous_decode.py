@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache
-from attention_kernels.decode.split_kv import attend_to_cache
+from attention_kernels.decode.split_kv import PlannedDecode, attend_to_cache, planned_call
+from attention_kernels.launch.launcher import PlanCache, layout
 from attention_kernels.options import PLAIN, AttentionOptions
 
 
@@ -57,3 +58,56 @@ def contiguous_decode(
         options=options,
         return_lse=return_lse,
     )
+
+
+class DecodeOfShape:
+    """`contiguous_decode` for calls whose query, key, value and mask have given shapes, types and
+    devices.
+
+    Only strides and addresses may differ, so looking up the plan of a call takes the host half as
+    long as for any call.
+    """
+
+    def __init__(
+        self, is_causal: bool, scale: float | None, options: AttentionOptions, return_lse: bool
+    ) -> None:
+        self._given = is_causal, scale, options, return_lse
+        self._plans: PlanCache[PlannedDecode] = PlanCache()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        sinks: Tensor | None,
+    ) -> Any:
+        key_address, value_address = key.data_ptr(), value.data_ptr()
+        layouts = (
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            None if attn_mask is None else attn_mask.stride(),
+            None if sinks is None else layout(sinks),
+            (key_address | value_address) % 16 == 0,
+            key_address == value_address,
+        )
+        planned = self._plans.get(layouts)
+        if planned is None:
+            is_causal, scale, options, return_lse = self._given
+            if query.numel() == 0:
+                return contiguous_decode(query, key, value, options=options, return_lse=return_lse)
+            planned = planned_call(
+                query,
+                Cache(key, value),
+                attn_mask,
+                is_causal,
+                scale,
+                sinks,
+                options,
+                None,
+                return_lse,
+            )
+            self._plans.keep(layouts, planned)
+        return planned.run(query, key, value, attn_mask, sinks)

@@ -14,7 +14,7 @@ from attention_kernels.decode.quantised_cache import QuantisedCache
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_kernel import split_kv_kernel
 from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER
-from attention_kernels.decode.split_kv_plan import Plan, Tiling, merging, plan
+from attention_kernels.decode.split_kv_plan import Plan, Tiling, invariant_parts, merging, plan
 from attention_kernels.launch.launcher import Launch, PlanCache, PlannedCall, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_shapes, sizes_of
 from attention_kernels.launch.workspace import workspace
@@ -62,6 +62,38 @@ def attend_to_cache(
             if return_lse
             else output
         )
+    call = planned_call(
+        query, cache, attn_mask, is_causal, scale, sinks, options, tiles, return_lse
+    )
+    return call.run(
+        query,
+        cache.key,
+        cache.value,
+        attn_mask,
+        sinks,
+        cache.scales,
+        cache.lengths,
+        cache.indices,
+        cache.block_table,
+    )
+
+
+def planned_call(
+    query: Tensor,
+    cache: Cache | QuantisedCache,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    tiles: Tiling | None,
+    return_lse: bool,
+) -> PlannedDecode:
+    """Return the plan of a call of `attend_to_cache` with at least one query.
+
+    The plan depends on everything but the contents and addresses of the tensors. Of the addresses
+    of key and value, it depends on whether both are multiples of 16 and whether they are equal.
+    """
     aligned = (cache.key.data_ptr() | cache.value.data_ptr()) % 16 == 0
     shape = (
         layout(query),
@@ -76,31 +108,12 @@ def attend_to_cache(
         cache.tail,
         return_lse,
     )
-    planned = _calls.get(shape) or _calls.keep(
+    return _calls.get(shape) or _calls.keep(
         shape,
-        _plan_call(query, cache, attn_mask, is_causal, scale, options, tiles, sizes_of(sinks)),
+        _plan_call(
+            query, cache, attn_mask, is_causal, scale, options, tiles, sizes_of(sinks), return_lse
+        ),
     )
-    output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
-    lse = parts = counters = None
-    if return_lse:
-        lse = torch.empty(planned.output_shape[:3], dtype=torch.float32, device=query.device)
-    if planned.parts_numbers:
-        parts, counters = workspace(planned.parts_numbers, planned.counters, query.device)
-    planned.call.launch(
-        query,
-        *planned.call.operands(cache.key, cache.value),
-        *cache.scales,
-        attn_mask,
-        None if sinks is None else sinks.contiguous(),
-        None if cache.lengths is None else cache.lengths.contiguous(),
-        cache.indices,
-        cache.block_table,
-        output,
-        lse,
-        parts,
-        counters,
-    )
-    return (output, lse) if return_lse else output
 
 
 def planned(
@@ -109,6 +122,7 @@ def planned(
     *,
     is_causal: bool = False,
     options: AttentionOptions = PLAIN,
+    has_mask: bool = False,
 ) -> Plan:
     """Return the plan of `attend_to_cache` for a call without `tiles`."""
     batch, heads, q_len, head_dim = query.shape
@@ -128,7 +142,7 @@ def planned(
         cache.tail,
         1 if cache.lengths is None or kept else batch,
         cache.largest_block,
-        options.invariant,
+        invariant_parts(kv_heads, has_mask) if options.invariant else 0,
     )
 
 
@@ -148,7 +162,7 @@ def _access(
     return cache.pointers
 
 
-class _PlannedDecode(NamedTuple):
+class PlannedDecode(NamedTuple):
     """Plan for calls of one shape."""
 
     call: PlannedCall
@@ -156,9 +170,45 @@ class _PlannedDecode(NamedTuple):
     parts_numbers: int
     """Size of the scratch memory for the parts, in float32 numbers; 0 if there is only one part."""
     counters: int
+    return_lse: bool
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        sinks: Tensor | None,
+        scales: tuple[Tensor | None, ...] = (None, None, None),
+        lengths: Tensor | None = None,
+        indices: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> Any:
+        """Return the result of `attend_to_cache` for the tensors of a cache and of its call."""
+        output = query.new_empty(*self.output_shape)
+        lse = parts = counters = None
+        if self.return_lse:
+            lse = query.new_empty(*self.output_shape[:3], dtype=torch.float32)
+        if self.parts_numbers:
+            parts, counters = workspace(self.parts_numbers, self.counters, query.device)
+        self.call.launch(
+            query,
+            *self.call.operands(key, value),
+            *scales,
+            attn_mask,
+            None if sinks is None else sinks.contiguous(),
+            None if lengths is None else lengths.contiguous(),
+            indices,
+            block_table,
+            output,
+            lse,
+            parts,
+            counters,
+        )
+        return output if lse is None else (output, lse)
 
 
-_calls: PlanCache[_PlannedDecode] = PlanCache()
+_calls: PlanCache[PlannedDecode] = PlanCache()
 
 
 def _plan_call(
@@ -170,7 +220,8 @@ def _plan_call(
     options: AttentionOptions,
     tiles: Tiling | None,
     sinks: Sizes | None,
-) -> _PlannedDecode:
+    return_lse: bool,
+) -> PlannedDecode:
     """Plan everything about a call except the addresses of its tensors.
 
     The arguments are those of `attend_to_cache`, except that `sinks` is a shape.
@@ -181,7 +232,9 @@ def _plan_call(
     kv_heads, kv_len, v_dim = cache.sizes
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
-    cut = planned(query, cache, is_causal=is_causal, options=options)
+    cut = planned(
+        query, cache, is_causal=is_causal, options=options, has_mask=attn_mask is not None
+    )
     is_causal, left, right = _sides(is_causal, options, q_len, kv_len)
     is_cut = is_causal or left is not None or right is not None
     access = _access(cache, is_cut, left is not None, group * q_len, options)
@@ -248,6 +301,7 @@ def _plan_call(
             "TOGETHER": merged.together,
             "BLOCK_SEQUENCES": 0 if assignment is None else triton.next_power_of_2(batch),
             "PART": tiles.part,
+            "MOST_PARTS": tiles.most_parts,
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -255,11 +309,12 @@ def _plan_call(
     descriptors = None
     if has_descriptors:
         descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv, cut.block_tail)
-    return _PlannedDecode(
+    return PlannedDecode(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),
         programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
         heads_of_keys * cut.row_blocks * (COUNTERS_TOGETHER.value if merged.together else 1),
+        return_lse,
     )
 
 

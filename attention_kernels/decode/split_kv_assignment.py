@@ -79,13 +79,18 @@ def own_parts(
     IS_CAUSAL: tl.constexpr,
     IS_BOTTOM_RIGHT: tl.constexpr,
     PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Return the number of parts of PART keys, at least one, for a sequence's visible keys."""
+    """Return the number of keys in a part of a sequence, PART or more, and the number of parts,
+    from 1 to MOST_PARTS."""
     length = kv_len
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + batch)
     begin, end, _ = seen_positions(length, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, 1)
-    return tl.maximum(tl.cdiv(end - begin, PART), 1)
+    blocks = tl.cdiv(end - begin, BLOCK_N)
+    share = tl.maximum(tl.cdiv(blocks, MOST_PARTS) * BLOCK_N, PART)
+    return share, tl.maximum(tl.cdiv(end - begin, share), 1)
 
 
 @triton.jit

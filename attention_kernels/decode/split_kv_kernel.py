@@ -115,6 +115,7 @@ def split_kv_kernel(
     TOGETHER: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
     PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
 ):
     """Attend to one part of the keys of a head, and merge parts if that is this program's task.
 
@@ -124,8 +125,8 @@ def split_kv_kernel(
 
     If BLOCK_SEQUENCES is not 0, keys are assigned to programs by the lengths of at most that many
     sequences (`split_kv_assignment.py`), and `splits` is None. Otherwise the fields of a
-    `KeyAssignment` are None. If PART is not 0, every part but a sequence's last has PART keys, and
-    `splits` is the number of parts of the longest sequence.
+    `KeyAssignment` are None. If PART is not 0, the parts of a sequence depend only on the keys that
+    it sees, and `splits` is the largest number of parts.
 
     `cap` is in base 2. With a cap, `scale` is the factor of the exponent in tanh. If BLOCK_TAIL is
     not 0, `head_dim` is the size of the key without its tail: Dv.
@@ -168,9 +169,10 @@ def split_kv_kernel(
             return
         head = batch * kv_heads + kv_head
     if PART != 0:
-        parts = own_parts(
-            batch, lengths_ptr, kv_len, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, PART
-        )
+        share, parts = own_parts(
+            batch, lengths_ptr, kv_len, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT,
+            PART, MOST_PARTS, BLOCK_N,
+        )  # fmt: skip
         if split >= parts:
             return
     q_rows = group * q_len
@@ -223,9 +225,8 @@ def split_kv_kernel(
     if indices_ptr is not None:
         indices_ptr += head.to(tl.int64) * kept
         positions_end = kept
-    share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
-    if PART != 0:
-        share = PART
+    if PART == 0:
+        share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 

@@ -28,6 +28,10 @@ WORTH_DEALING = 2**26
 cost more than adding up the lengths."""
 LEAST_PART = 512
 """Minimum number of keys in a part if parts do not depend on the batch."""
+PROGRAMS_OF_SEQUENCE = 128
+"""Maximum number of programs for a sequence then: one for each multiprocessor of a large GPU."""
+ANY_NUMBER = 2**30
+"""More parts than any sequence has."""
 WORTH_OF_PART = 64
 """Minimum ratio of the bytes of such a part's keys and values to the bytes of its sums."""
 MOST_SEQUENCES = 1024
@@ -112,8 +116,10 @@ class Tiling(NamedTuple):
     assignment: KeyAssignment | None = None
     """Assignment of keys to programs by the lengths of the sequences."""
     part: int = 0
-    """Number of keys in each part but a sequence's last, whatever the batch; 0 for equal parts.
-    `splits` is then the number of parts of the longest sequence."""
+    """Minimum number of keys in each part but a sequence's last, if the parts depend on nothing but
+    the sequence; 0 for equal parts. `splits` is then the largest number of parts of a sequence."""
+    most_parts: int = 0
+    """Maximum number of such parts: those of a long sequence are longer."""
 
 
 class Plan(NamedTuple):
@@ -175,7 +181,7 @@ def plan(
     tail: int = 0,
     sequences: int = 1,
     largest_block: int | None = None,
-    invariant: bool = False,
+    most_parts: int = 0,
 ) -> Plan:
     """Return sizes for a call, chosen deterministically from measurements on an H200.
 
@@ -190,8 +196,8 @@ def plan(
         sequences: B if only the GPU knows the sequences' lengths, which are at most `positions`;
             else 1.
         largest_block: maximum number of keys that a descriptor loads at once.
-        invariant: whether the order of a sequence's sums must not depend on `heads`, `positions`,
-            `processors` and `sequences`.
+        most_parts: maximum number of parts of a sequence if the order of its sums must not depend
+            on `heads`, `positions`, `processors` and `sequences`; else 0.
     """
     # In 8 bits a row is two columns of a product (`high_low_parts.py`); 32 rows fill the registers.
     least, most = (8, 32) if access == "quantised" else (16, 64)
@@ -233,10 +239,10 @@ def plan(
         most = max(most, min(at_once, math.isqrt(stored_rows * loaded // (2 * merged))))
     splits = max(1, min(splits, most, -(-positions // SHORTEST)))
     assignment, part = None, 0
-    if invariant:
+    if most_parts:
         bytes_of_key = (block_d + (block_tail or block_dv)) * itemsize
         part = max(LEAST_PART, _side(-(-WORTH_OF_PART * merged // bytes_of_key)))
-        splits = max(1, -(-positions // part))
+        splits = max(1, min(most_parts, -(-positions // part)))
     elif 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
         resident = max(1, RESIDENT * processors // row_blocks)
@@ -253,17 +259,26 @@ def plan(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )
     # If nothing is merged, more warps hide more of the latency of a small block's loads.
-    is_merged = splits > 1 or assignment is not None or invariant
+    is_merged = splits > 1 or assignment is not None or part > 0
     if widest <= 64 and not is_merged and access == "direct":
         warps = 8
     return Plan(
-        Tiling(block_n, warps, stages, splits, assignment, part),
+        Tiling(block_n, warps, stages, splits, assignment, part, most_parts),
         row_blocks,
         block_m,
         block_d,
         block_tail,
         block_dv,
     )
+
+
+def invariant_parts(kv_heads: int, has_mask: bool) -> int:
+    """Return the maximum number of parts of a sequence in an invariant call.
+
+    A mask may hide the keys after a sequence's own. Its parts then have a fixed number of keys,
+    because only the mask tells how long the sequence is.
+    """
+    return ANY_NUMBER if has_mask else max(1, PROGRAMS_OF_SEQUENCE // kv_heads)
 
 
 def _stored(rows: int, most: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention_kernels.hopper.head_groups import VisibleKeys, head_group_size, most_cut
+from attention_kernels.hopper.head_groups import VisibleKeys, head_group_of, most_cut
 from attention_kernels.hopper.hopper_prefill_kernel import prefill_kernel
 from attention_kernels.hopper.operands import (
     are_loadable,
@@ -18,7 +18,7 @@ from attention_kernels.hopper.operands import (
     loadable_mask,
     loadable_type,
 )
-from attention_kernels.hopper.persistent import multiprocessors, work_of
+from attention_kernels.hopper.persistent import SHORT, multiprocessors, work_of
 from attention_kernels.hopper.schedule import (
     LARGEST_HEAD_DIM,
     WholeCall,
@@ -36,6 +36,9 @@ from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.tiles.masking import window_sides
 from attention_kernels.tiles.online_softmax import LOG2_E
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
+
+UNLIMITED = 2**30
+"""Minimum size of a window's side that is ignored in invariant calls, in keys."""
 
 
 def hopper_prefill(
@@ -75,7 +78,6 @@ def hopper_prefill(
             that see no key. With `return_lse`, the logarithms (B, Hq, Sq) too, in float32.
 
     Raises:
-        NotImplementedError: `options` asks for invariant bits.
         ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
             do not fit together, the tensors' types differ, or they do not have 16 bits.
     """
@@ -159,9 +161,10 @@ def forward_hopper(
     if has_lse:
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     again = (query, key) if planned.has_rest else (None, None)
+    values_again = (value, output) if planned.has_value_rest else (None, None)
     planned.call.launch(
-        *planned.call.operands(query, key, value, output, *again, mask),
-        output if planned.is_packed else None,
+        *planned.call.operands(query, key, value, output, *again, *values_again, mask),
+        output if planned.has_pointer else None,
         lse,
         None if sinks is None else sinks.contiguous(),
         *((None, None, None) if lengths is None else lengths[3:]),
@@ -204,11 +207,13 @@ class _PlannedPrefill(NamedTuple):
     """Plan for calls of one shape."""
 
     call: PlannedCall
-    """Planned call. The call's operands are query, key, value, output, then query and key again for
-    the second piece of the head dimension, and the mask."""
+    """Planned call. The call's operands are query, key, value, output, then the same tensors again
+    for the second pieces of the head dimensions, and the mask."""
     has_rest: bool
-    """True if the head dimension has a second piece."""
-    is_packed: bool
+    """True if the head dimension of query and key has a second piece."""
+    has_value_rest: bool
+    has_pointer: bool
+    """True if the output is stored through pointers (`Outputs.pointer`)."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,17 +251,15 @@ def _planned(
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise ValueError(f"query, key and value in {names}: needs one type of 16 bits")
     options = options or PLAIN
-    if options.invariant:
-        raise NotImplementedError(
-            "hopper_prefill is not invariant; `attention`, `prefill` and `packed_prefill` are"
-        )
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
     rows = q_len
     is_packed = lengths is not None and lengths[0] == "packed"
     if lengths is not None:
         _, batch, q_len, *_ = lengths
-    is_causal, left, right = window_sides(is_causal, options, rows, kv_len)
+    # A side that hides no key of a chunk may hide keys of the whole sequence.
+    side_sizes = (UNLIMITED, 0) if options.invariant else (rows, kv_len)
+    is_causal, left, right = window_sides(is_causal, options, *side_sizes)
     right = 0 if is_causal else right
     is_bottom_right = options.bottom_right and (lengths is not None or q_len != kv_len)
     hides = mask is not None and mask[2] == torch.uint16
@@ -276,22 +279,29 @@ def _planned(
     diagonal = longest - q_len if is_bottom_right else 0
     visible = VisibleKeys(q_len, longest, diagonal, left, right, queries=1, keys=1)
     processors = multiprocessors(devices[0])
-    call = None if lengths is not None else WholeCall(visible, batch * q_heads, processors)
-    plan = schedule(dims, group, seen, mask_size, call)
+    call = None
+    if lengths is None and not options.invariant:
+        call = WholeCall(visible, batch * q_heads, processors)
+    plan = schedule(dims, group, SHORT if options.invariant else seen, mask_size, call)
     if visited_strides is not None:
         plan = schedule_of_visited_blocks(dims, mask_size)
     room = room_for(dims, plan, mask_size)
     queries = ROWS.value * plan.consumers // plan.heads
-    blocks = -(-q_len // queries)
+    is_aligned = options.invariant and (left is not None or right is not None)
+    early = 0  # maximum number of rows of a tile before the first query
+    if is_aligned:
+        early = diagonal % queries if lengths is None else queries - 1
+    visible = VisibleKeys(q_len + early, longest, diagonal - early, left, right, queries, plan.keys)
+    has_pointer = is_packed or early > 0
+    blocks = -(-visible.q_len // queries)
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
-    visible = visible._replace(queries=queries, keys=plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
     cut = None
-    if lengths is None and visited_strides is None:
+    if lengths is None and visited_strides is None and not options.invariant:
         cut = cut_for(visible, bundles, processors, plan.tile_times)
     programs = min(tiles, processors) if cut is None else processors
-    head_group = head_group_size(visible, head_bytes, bundles, group // plan.heads, programs)
+    head_group = head_group_of(visible, head_bytes, bundles, group // plan.heads, programs)
     launch = Launch(
         prefill_kernel,
         (programs, 1, 1),
@@ -308,8 +318,9 @@ def _planned(
             "mask_head": None if mask is None else int(mask[0][1] > 1),
             "visit_batch": visit_batch,
             "visit_head": visit_head,
-            "stride_output_head": strides[3][1] if is_packed else None,
-            "stride_output_token": strides[3][2] if is_packed else None,
+            "stride_output_batch": strides[3][0] if has_pointer and not is_packed else None,
+            "stride_output_head": strides[3][1] if has_pointer else None,
+            "stride_output_token": strides[3][2] if has_pointer else None,
             "scale": scale,
             "cap": cap,
             "CONSUMERS": plan.consumers,
@@ -320,7 +331,8 @@ def _planned(
             "MASK_STAGES": room.mask_stages,
             "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": right is not None,
-            "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
+            "ALIGNED_TO": queries if is_aligned else None,
+            "V_HEAD_DIM": v_head_dim if has_pointer else dims.of_value,
             **work_of(q_heads, group, blocks, bundles, head_group, programs),
             **arguments_of(cut),
         },
@@ -335,10 +347,14 @@ def _planned(
         tiles_of(*output, ROWS.value, room.output_columns),
         tiles_of(*query, ROWS.value, dims.rest) if dims.rest else None,
         tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
+        tiles_of(*value, plan.keys, dims.value_rest) if dims.value_rest else None,
+        tiles_of(*output, ROWS.value, dims.value_rest) if dims.value_rest else None,
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
-    shared = memory_for(cut, programs, plan.consumers, dims.value)
-    return _PlannedPrefill(PlannedCall(launch, descriptors, shared), bool(dims.rest), is_packed)
+    call_plan = PlannedCall(
+        launch, descriptors, memory_for(cut, programs, plan.consumers, dims.of_value)
+    )
+    return _PlannedPrefill(call_plan, bool(dims.rest), bool(dims.value_rest), has_pointer)
 
 
 def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:

@@ -16,7 +16,7 @@
 
 Blocks of keys that need a mask are visited before a loop without masks (`key_ranges.py`). A head
 dimension that is not a power of two is split into two pieces, with one product each: 192 is 128 +
-64.
+64, and 80 is 64 + 16.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from attention_kernels.hopper.key_ranges import (
     CallBounds,
     block_at,
     element_bounds_of,
+    first_query_of,
     key_blocks_of,
     masked_of,
     memory_batch_of,
@@ -65,7 +66,7 @@ from attention_kernels.hopper.pipeline import (
 from attention_kernels.hopper.rescale import rescale
 from attention_kernels.hopper.scores import ROWS, add_scores, matrix, own_sums, start_scores
 from attention_kernels.hopper.softmax import SoftmaxExtras, unpack, weigh, weigh_whole
-from attention_kernels.hopper.stream_k import ProgramShare, gather
+from attention_kernels.hopper.stream_k import ProgramShare, columns_of, gather
 from attention_kernels.tiles.division import quotient
 from attention_kernels.tiles.online_softmax import LOG2_E
 
@@ -82,6 +83,7 @@ class PrefillRings(NamedTuple):
     """Buffers for the second piece of the head dimension, as many as for the first piece; or
     None."""
     key_rest: Any
+    value_rest: Any
     mask: Any
     """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, two bytes of a bool
     mask in each number; None without a bool mask."""
@@ -94,9 +96,9 @@ class PrefillRings(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
-        "turns", "blocks", "bundles", "head_group", "share_row", "share_each", "of_q_heads",
-        "of_group", "of_head_groups", "of_head_group", "of_last", "mask_batch", "mask_head",
-        "visit_batch", "visit_head",
+        "turns", "blocks", "bundles", "head_group", "group_numbers", "share_row", "share_each",
+        "of_q_heads", "of_group", "of_head_groups", "of_head_group", "of_last", "mask_batch",
+        "mask_head", "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -106,6 +108,8 @@ def prefill_kernel(
     o_desc,
     q_rest_desc,
     k_rest_desc,
+    v_rest_desc,
+    o_rest_desc,
     mask_desc,
     output,
     lse,
@@ -130,6 +134,7 @@ def prefill_kernel(
     blocks,
     bundles,
     head_group,
+    group_numbers,
     share_row,
     share_each,
     of_q_heads,
@@ -141,6 +146,7 @@ def prefill_kernel(
     mask_head,
     visit_batch,
     visit_head,
+    stride_output_batch,
     stride_output_head,
     stride_output_token,
     scale,
@@ -153,17 +159,18 @@ def prefill_kernel(
     ADDS_MASK: gl.constexpr,
     REGISTERS: gl.constexpr,
     BY_LENGTH: gl.constexpr,
+    ALIGNED_TO: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
     """Set up a persistent program's shared memory, and start its loading warp and its consumers.
 
-    Unused arguments are None, and the compiled program does not have them: the second piece of the
-    head dimension, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), the fields of
-    a `ProgramShare`, `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right` and `cap`.
-    `mask_batch` and `mask_head` are 1, or 0 if all batch elements or heads share one mask. A packed
-    call has one batch element in memory: `q_len` is the length of the longest sequence, and `rows`
-    is the total number of queries. Its `output` is stored through pointers, because a tile may end
-    within another sequence's rows. BY_LENGTH: tiles differ in length; the longest come first.
+    Unused arguments are None, and the compiled program does not have them: the second pieces of the
+    head dimensions, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), the fields
+    of a `ProgramShare`, `diagonal`, `most_cut` and ALIGNED_TO (as in `CallBounds`), `left`,
+    `right`, `cap`, and `output` with its strides (as in `Outputs`). `mask_batch` and `mask_head`
+    are 1, or 0 if all batch elements or heads share one mask. A packed call has one batch element
+    in memory: `q_len` is the length of the longest sequence, and `rows` is the total number of
+    queries. BY_LENGTH: tiles differ in length; the longest come first.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon has no such syntax)
@@ -181,6 +188,13 @@ def prefill_kernel(
         key_rest_shape: gl.constexpr = [STAGES] + k_rest_desc.block_type.shape  # noqa: RUF005
         q_rest = gl.allocate_shared_memory(dtype, query_rest_shape, q_rest_desc.layout)
         k_rest = gl.allocate_shared_memory(dtype, key_rest_shape, k_rest_desc.layout)
+    v_rest = None
+    o_rest = None
+    if v_rest_desc is not None:
+        value_rest_shape: gl.constexpr = [STAGES] + v_rest_desc.block_type.shape  # noqa: RUF005
+        output_rest_shape: gl.constexpr = [CONSUMERS] + o_rest_desc.block_type.shape  # noqa: RUF005
+        v_rest = gl.allocate_shared_memory(dtype, value_rest_shape, v_rest_desc.layout)
+        o_rest = gl.allocate_shared_memory(dtype, output_rest_shape, o_rest_desc.layout)
     mask = None
     bias = None
     if mask_desc is not None:
@@ -196,6 +210,7 @@ def prefill_kernel(
         make_shared_ring(v_buffers, CONSUMERS),
         q_rest,
         k_rest,
+        v_rest,
         mask,
         bias,
     )
@@ -204,17 +219,23 @@ def prefill_kernel(
     if visited is not None:
         lists = (visited, visit_counts, visit_batch, visit_head)
     bounds = CallBounds(
-        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, lists
-    )
+        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, lists,
+        ALIGNED_TO,
+    )  # fmt: skip
     share = None
     if parts_ptr is not None:
         share = ProgramShare(share_row, share_each, parts_ptr, arrivals_ptr)
     reciprocals = (of_q_heads, of_head_groups, of_head_group, of_last)
-    work = Work(q_heads, tiles, turns, blocks, bundles, head_group, reciprocals, share)
-    descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
+    work = Work(
+        q_heads, tiles, turns, blocks, bundles, head_group, group_numbers, reciprocals, share
+    )
+    descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, of_group, (mask_batch, mask_head))
     extras = SoftmaxExtras(scale, cap, sinks)
-    outputs = Outputs(o_buffers, o_desc, output, stride_output_head, stride_output_token, lse, rows)
+    outputs = Outputs(
+        o_buffers, o_desc, output, stride_output_head, stride_output_token, lse, rows,
+        stride_output_batch, o_rest, o_rest_desc,
+    )  # fmt: skip
     attend = (rings, outputs, work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon requires every list to be explicit.
     if CONSUMERS == 2:
@@ -256,7 +277,7 @@ def prefill_kernel(
 def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """Run the loading warp: load all blocks of all tiles, each as soon as a buffer is free."""
     descriptors, rings, work, bounds, of_group, mask_steps = arguments
-    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
+    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
@@ -270,15 +291,18 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     if q_rest_desc is not None:
         q_rest = (q_rest_desc, rings.query_rest)
         k_rest = (k_rest_desc, rings.key_rest)
+    v_rest = None
+    if v_rest_desc is not None:
+        v_rest = (v_rest_desc, rings.value_rest)
     mask_ring = rings.mask
     if rings.bias is not None:
         mask_ring = rings.bias
     for turn in range(turns_of_program(work, BY_LENGTH)):
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         kv_head = quotient(q_head, of_group)
-        first = block * QUERIES
         element = element_bounds_of(batch, bounds)
-        if has_tile(turn, first, element, work, bounds, QUERIES, KEYS):
+        first = first_query_of(block, element, bounds, QUERIES)
+        if has_tile(turn, first, element, work, bounds, QUERIES, KEYS, BY_LENGTH):
             memory_batch = memory_batch_of(batch, bounds)
             if bounds.visited is None:
                 blocks = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)
@@ -306,7 +330,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                         own = [batch * mask_batch, q_head, first, key]
                         fill_mask(mask_ring, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
                         masks += 1
-                fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
+                fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS, v_rest)
                 count += 1
             done += 1
 
@@ -331,14 +355,15 @@ def _attend(
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         q_head += WHO % HEADS
         element = element_bounds_of(batch, bounds)
-        if has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS):
+        first = first_query_of(block, element, bounds, QUERIES)
+        if has_tile(turn, first, element, work, bounds, QUERIES, KEYS, BY_LENGTH):
             place = (memory_batch_of(batch, bounds), q_head)
             visited = ()
             if bounds.visited is not None:
                 visited = visited_blocks_at(batch, q_head, block, bounds, KEYS)
             count, masks = _attend_tile(
                 turn, work, rings, outputs, place, element, bounds, visited, extras,
-                block * QUERIES, count, masks, done, WHO, HEADS, V_HEAD_DIM,
+                first, count, masks, done, WHO, HEADS, V_HEAD_DIM,
             )  # fmt: skip
             done += 1
     tma.store_wait(0)
@@ -368,13 +393,10 @@ def _attend_tile(
     Return the number of key blocks so far, and the number of those with a block of the mask.
     `count` and `masks` are the same numbers before this tile.
     """
-    dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
-    DV: gl.constexpr = rings.value.buffers.shape[4]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     first = first_of_tile + WHO // HEADS * ROWS
     # If a diagonal cuts several blocks of a tile, only the tile's last queries see the last blocks.
     MAY_SKIP: gl.constexpr = (
@@ -410,6 +432,12 @@ def _attend_tile(
     scores = _start(rings, stage, WHO)
     pass_turn(WHO, CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=[scores])
+    has_one_block = False
+    # Wider outputs leave no register for this.
+    if rings.value.buffers.shape[4] <= 128 and rings.value_rest is None:
+        has_one_block = steps == skipped + 1
+    if has_one_block:  # the next queries are loaded while this tile is finished
+        release(rings.query, WHO)
     _release_keys(rings, stage, CONSUMERS)
     OWN: gl.constexpr = own_sums(scores).type.layout
     nothing = gl.full([ROWS, 4], float("-inf"), gl.float32, OWN)
@@ -422,7 +450,11 @@ def _attend_tile(
         if left_over < KEYS:
             wait_for(rings.value, stage, count // STAGES)
             clear(matrix(rings.value.buffers.index(stage)), left_over)
-    output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
+            if rings.value_rest is not None:
+                clear(matrix(rings.value_rest.index(stage)), left_over)
+    output = _zeros_for(rings.value.buffers)
+    if rings.value_rest is not None:
+        output += _zeros_for(rings.value_rest)
     state = (packed, output, reference, sums)
     count += 1
     masks += 1
@@ -439,16 +471,16 @@ def _attend_tile(
         count += 1
         if bounds.visited is None:
             masks += 1
-    release(rings.query, WHO)
+    if not has_one_block:
+        release(rings.query, WHO)
 
     # Compute PV of the last visited block, then divide and store the output.
     packed, output, reference, sums = state
     total = gl.sum(sums, 1)
     stage = (count - 1) % STAGES
     wait_for(rings.value, stage, (count - 1) // STAGES)
-    values = matrix(rings.value.buffers.index(stage))
-    output = warpgroup_mma(unpack(packed, output, dtype), values, output, is_async=True)
-    output = warpgroup_mma_wait(0, deps=[output])
+    output = _add_values(output, packed, rings, stage)
+    output = warpgroup_mma_wait(0, deps=output + (packed,))[:-1]  # noqa: RUF005
     release_shared(rings.value, stage, VALUE, CONSUMERS)
     reference = gl.max(reference, 1)
     if rings.bias is not None:
@@ -486,27 +518,26 @@ def _step(
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    # With wider values, the output alone takes half the registers.
+    FITS: gl.constexpr = columns_of(output) <= 128
     stage = count % STAGES
     before = (count - 1) % STAGES
-    probabilities = unpack(packed, output, dtype)
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
     scores = _start(rings, stage, WHO)
     wait_for(rings.value, before, (count - 1) // STAGES)
-    values = matrix(rings.value.buffers.index(before))
-    output = warpgroup_mma(probabilities, values, output, is_async=True)
+    output = _add_values(output, packed, rings, before)
     pass_turn(WHO, CONSUMERS)
     # The operands of PV keep their registers until PV is done. A consumer with few registers waits
     # for PV.
     WAITS: gl.constexpr = CONSUMERS > 2
     if WAITS:
-        scores, output, packed = warpgroup_mma_wait(0, deps=[scores, output, packed])
+        done = warpgroup_mma_wait(0, deps=output + (scores, packed))  # noqa: RUF005
+        output, scores, packed = done[:-2], done[-2], done[-1]
         release_shared(rings.value, before, VALUE, CONSUMERS)
     else:
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = warpgroup_mma_wait(len(output), deps=[scores])
     _release_keys(rings, stage, CONSUMERS)
-    # With wider values, the output alone takes half the registers.
-    FITS: gl.constexpr = values.shape[1] <= 128
     IS_WHOLE: gl.constexpr = (
         FITS
         and not IS_MASKED
@@ -522,9 +553,13 @@ def _step(
         )  # fmt: skip
     total = total * factor + sums
     if not WAITS:
-        output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
+        done = warpgroup_mma_wait(0, deps=output + (weights, packed))  # noqa: RUF005
+        output, weights, packed = done[:-2], done[-2], done[-1]
         release_shared(rings.value, before, VALUE, CONSUMERS)
-    return weights, rescale(output, factor), reference, total
+    rescaled = output[:0]
+    for i in gl.static_range(len(output)):
+        rescaled += (rescale(output[i], factor),)
+    return weights, rescaled, reference, total
 
 
 @gluon.jit
@@ -559,3 +594,28 @@ def _start(rings, stage, WHO: gl.constexpr):
         query_rest, key_rest = rings.query_rest.index(WHO), rings.key_rest.index(stage)
         scores = add_scores(scores, matrix(query_rest), matrix(key_rest))
     return scores
+
+
+@gluon.jit
+def _zeros_for(values):
+    """Return a tuple of zeros (ROWS, columns): the piece of an output whose values are in buffers
+    (STAGES, 1, 1, KEYS, columns)."""
+    COLUMNS: gl.constexpr = values.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return (gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT),)
+
+
+@gluon.jit
+def _add_values(output, packed, rings, stage):
+    """Start PV of the values in a buffer, one product for each piece of the head dimension, added
+    to `output`."""
+    sums = _add_product(output[0], packed, rings.value.buffers, stage)
+    if rings.value_rest is not None:
+        sums += _add_product(output[1], packed, rings.value_rest, stage)
+    return sums
+
+
+@gluon.jit
+def _add_product(piece, packed, buffers, stage):
+    weights = unpack(packed, piece, buffers.dtype)
+    return (warpgroup_mma(weights, matrix(buffers.index(stage)), piece, is_async=True),)

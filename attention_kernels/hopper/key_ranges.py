@@ -43,6 +43,9 @@ class CallBounds(NamedTuple):
     visited: Any = None
     """Blocks that a mask keeps visible: `VisitedBlocks.blocks` and `.counts`, and their strides in
     tiles, from one batch element and one head to the next."""
+    aligned_to: Any = None
+    """Number of queries in a tile, if the diagonal key of each tile's first query is a multiple of
+    that number; None if a batch element's first tile begins at its first query."""
 
 
 class ElementBounds(NamedTuple):
@@ -93,10 +96,29 @@ def element_bounds_of(batch, bounds):
 
 
 @gluon.jit
+def first_query_of(block, element, bounds, QUERIES: gl.constexpr):
+    """Return the first query of tile number `block` of a batch element.
+
+    An aligned tile sees the same blocks of keys in every chunk of a sequence. The first tile of a
+    chunk may then begin before the chunk's first query, at a negative number.
+    """
+    first = block * QUERIES
+    if bounds.aligned_to is not None:
+        if bounds.right is not None:
+            diagonal = element.highest - bounds.right
+        else:
+            diagonal = element.lowest + bounds.left
+        # On a GPU, the remainder has the sign of the diagonal.
+        first -= (diagonal % bounds.aligned_to + bounds.aligned_to) % bounds.aligned_to
+    return first
+
+
+@gluon.jit
 def tile_exists(first_query, element, bounds):
-    """Return whether the tile exists: a packed sequence may be shorter than the longest."""
+    """Return whether the tile exists. A packed sequence may be shorter than the longest, and the
+    number of aligned tiles differs among batch elements."""
     exists = True
-    if bounds.q_offsets is not None:
+    if bounds.q_offsets is not None or bounds.aligned_to is not None:
         exists = first_query < element.q_len
     return exists
 
@@ -249,9 +271,9 @@ def _places_of(scores):
 
 @gluon.jit
 def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.constexpr):
-    """Store a block of output from shared memory, for a packed sequence's queries from `first` on.
+    """Store a block of output from shared memory, for a batch element's queries from `first` on.
 
-    Rows after the sequence's end are not stored. `pointer` points to the head.
+    Rows of other queries are not stored. `pointer` points to the head.
     """
     DV: gl.constexpr = block.shape[3]
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
@@ -259,8 +281,15 @@ def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.cons
     queries = first + gl.arange(0, stored.shape[0], gl.SliceLayout(1, STORED))
     columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
     at = (element.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
-    inside = (queries < element.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+    inside = is_own(queries, element)[:, None] & (columns < V_HEAD_DIM)[None, :]
     gl.store(pointer + at, stored, mask=inside)
+
+
+@gluon.jit
+def is_own(queries, element):
+    """Return whether queries are a batch element's own, neither before its first nor after its
+    last."""
+    return queries.to(gl.uint32) < element.q_len.to(gl.uint32)
 
 
 @gluon.jit

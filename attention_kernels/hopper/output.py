@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from attention_kernels.hopper.key_ranges import store_rows
+from attention_kernels.hopper.key_ranges import is_own, store_rows
 from attention_kernels.hopper.pipeline import tma_store
-from attention_kernels.hopper.scores import ROWS, add_sink, matrix
+from attention_kernels.hopper.scores import ROWS, add_sink, matrix, of_rows
 from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
 
 
@@ -18,18 +18,23 @@ class Outputs(NamedTuple):
     """Destinations of outputs; None for destinations that a call does not have."""
 
     buffers: Any
-    """One buffer for each consumer, (1, 1, ROWS, columns), for the whole output or one part at a
-    time."""
+    """One buffer for each consumer, (1, 1, ROWS, columns), for the whole first piece of the output
+    or one part of it at a time."""
     descriptor: Any
-    """Descriptor through which TMA stores. A packed call has none, because a tile may end within
-    another sequence."""
+    """Descriptor through which TMA stores, if `pointer` is None."""
     pointer: Any
-    """Pointer to the outputs of a packed call."""
+    """Pointer to the outputs of a call whose tiles may end within another sequence, or begin before
+    the first query: TMA stores nothing from a negative row on, but fails."""
     stride_head: Any
     stride_token: Any
     lse: Any = None
     """Pointer to (B, Hq, rows), for the logarithms of the sums of exponentials."""
     rows: Any = None
+    stride_batch: Any = None
+    """None if the batch is packed."""
+    rest_buffers: Any = None
+    """Buffers for the second piece of the output, if there is one."""
+    rest_descriptor: Any = None
 
 
 @gluon.jit
@@ -48,6 +53,7 @@ def finish(
     """Divide a consumer's output (ROWS, Dv) by the sums of the weights, and store the result.
 
     Args:
+        output: a tuple of one tensor for each piece of Dv.
         reference: (ROWS,), base-2 references of the weights.
         total: (ROWS,), sum of the weights of each row.
         sink: sink of the head in base 2, or of each row; None without sinks.
@@ -58,14 +64,16 @@ def finish(
     if sink is not None:
         shrink, reference, total = add_sink(sink, reference, total, LOG2_UNIT)
     factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see no key
-    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    _store(output, outputs, place, element, WHO, V_HEAD_DIM)
+    divided = output[:0]
+    for i in gl.static_range(len(output)):
+        divided += (output[i] * of_rows(factor, output[i]),)
+    _store(divided, outputs, place, element, WHO, V_HEAD_DIM)
     if outputs.lse is not None:
         batch, q_heads, q_head, first = place
         queries = first + gl.arange(0, ROWS, total.type.layout)
         start = (batch * q_heads + q_head).to(gl.int64) * outputs.rows + element.q_start
         logarithms = (reference + gl.log2(total)) * LN_2
-        gl.store(outputs.lse + start + queries, logarithms, mask=queries < element.q_len)
+        gl.store(outputs.lse + start + queries, logarithms, mask=is_own(queries, element))
 
 
 @gluon.jit
@@ -79,22 +87,50 @@ def sink_of(sinks, q_head):
 
 @gluon.jit
 def _store(output, outputs, place, element, WHO: gl.constexpr, V_HEAD_DIM: gl.constexpr):
-    batch, _, q_head, first = place
-    buffer = outputs.buffers.index(WHO)
-    COLUMNS: gl.constexpr = buffer.shape[3]
-    parts = _column_parts(output, COLUMNS)
+    batch, _, q_head, _ = place
+    COLUMNS: gl.constexpr = outputs.buffers.shape[4]
+    parts = _column_parts(output[0], COLUMNS)
     pointer = outputs.pointer
     if pointer is not None:
         pointer += q_head.to(gl.int64) * outputs.stride_head
+        if outputs.stride_batch is not None:
+            pointer += batch.to(gl.int64) * outputs.stride_batch
+    stride_token = outputs.stride_token
+    buffer, descriptor = outputs.buffers.index(WHO), outputs.descriptor
     for i in gl.static_range(len(parts)):
         tma.store_wait(0)  # the previous part or tile may still be read from this memory
-        matrix(buffer).store(parts[i].to(buffer.dtype))
-        fence_async_shared()
-        if pointer is None:
-            tma_store(outputs.descriptor, [batch, q_head, first, i * COLUMNS], buffer)
-        else:
-            to = pointer + i * COLUMNS
-            store_rows(buffer, to, outputs.stride_token, first, element, V_HEAD_DIM - i * COLUMNS)
+        _store_part(
+            parts[i], buffer, descriptor, pointer, stride_token, place, element,
+            i * COLUMNS, V_HEAD_DIM,
+        )  # fmt: skip
+    if outputs.rest_buffers is not None:  # the wait above was also for this memory
+        buffer, descriptor = outputs.rest_buffers.index(WHO), outputs.rest_descriptor
+        _store_part(
+            output[1], buffer, descriptor, pointer, stride_token, place, element,
+            output[0].shape[1], V_HEAD_DIM,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_part(
+    part,
+    buffer,
+    descriptor,
+    pointer,
+    stride_token,
+    place,
+    element,
+    FIRST: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """Store a part of an output, whose columns begin at FIRST."""
+    batch, _, q_head, first = place
+    matrix(buffer).store(part.to(buffer.dtype))
+    fence_async_shared()
+    if pointer is None:
+        tma_store(descriptor, [batch, q_head, first, FIRST], buffer)
+    else:
+        store_rows(buffer, pointer + FIRST, stride_token, first, element, V_HEAD_DIM - FIRST)
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attention_kernels.hopper.head_groups import HeadGroup
 from attention_kernels.hopper.key_ranges import key_blocks_of, tile_exists
 from attention_kernels.hopper.stream_k import blocks_of_piece, tile_of_piece, turns_with_pieces
 from attention_kernels.tiles.division import quotient, reciprocal
@@ -25,17 +26,20 @@ class Work(NamedTuple):
 
     q_heads: Any
     tiles: Any
+    """Number of tiles, including the numbers without a tile between head groups."""
     turns: Any
-    """Number of turns in which every program has a tile."""
+    """Number of turns in which every program has a number."""
     blocks: Any
     """Number of blocks of queries in a head."""
     bundles: Any
     """Number of bundles in the batch. A bundle is the set of query heads of one tile."""
     head_group: Any
-    """Number of bundles that are worked on at a time (`head_groups.head_group_size`)."""
+    """Number of bundles that are worked on at a time (`head_groups.HeadGroup.size`)."""
+    group_numbers: Any
+    """As `head_groups.HeadGroup.numbers`."""
     reciprocals: Any
-    """Reciprocals of `q_heads`, of the number of tiles of a head group, of `head_group`, and of the
-    number of bundles of the last group."""
+    """Reciprocals of `q_heads`, of `group_numbers`, of `head_group`, and of the number of bundles
+    of the last group."""
     share: Any = None
     """A `stream_k.ProgramShare` if the tiles of the last turn are shared, else None."""
 
@@ -54,7 +58,7 @@ def turns_of_program(work, BY_LENGTH: gl.constexpr):
 @gluon.jit
 def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """Return the tile of a turn: batch element, first of HEADS query heads, and block of
-    queries."""
+    queries. The block is negative if the program has no tile in this turn."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
         number = tile_number(turn, program, programs, BY_LENGTH)
@@ -66,6 +70,7 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         work.blocks,
         work.bundles,
         work.head_group,
+        work.group_numbers,
         of_head_groups,
         of_head_group,
         of_last,
@@ -77,9 +82,23 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Return whether there is work in a turn; `first` is the first query of the turn's tile."""
+def has_tile(
+    turn,
+    first,
+    element,
+    work,
+    bounds,
+    QUERIES: gl.constexpr,
+    KEYS: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
+):
+    """Return whether there is work in a turn; `first` is the first query of the turn's tile.
+
+    An aligned tile may begin before query 0, but a number without a tile is a whole tile before it.
+    """
     has_some = tile_exists(first, element, bounds)
+    if BY_LENGTH:
+        has_some = has_some & (first > -QUERIES)
     if work.share is not None:
         begin, _, _, end = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)
         has_some = begin < end
@@ -129,22 +148,26 @@ def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
 
 
 def work_of(
-    q_heads: int, group: int, blocks: int, bundles: int, head_group: int, programs: int
+    q_heads: int, group: int, blocks: int, bundles: int, head_group: HeadGroup, programs: int
 ) -> dict[str, int]:
     """Return `Work` as a kernel's arguments, and `of_group`, the reciprocal of the number of query
     heads per key head."""
+    size, numbers = head_group
+    head_groups, rest = divmod(bundles, size)
+    tiles = head_groups * numbers + rest * blocks
     return {
         "q_heads": q_heads,
-        "tiles": blocks * bundles,
-        "turns": blocks * bundles // programs,
+        "tiles": tiles,
+        "turns": tiles // programs,
         "blocks": blocks,
         "bundles": bundles,
-        "head_group": head_group,
+        "head_group": size,
+        "group_numbers": numbers,
         "of_q_heads": reciprocal(q_heads),
         "of_group": reciprocal(group),
-        "of_head_groups": reciprocal(blocks * head_group),
-        "of_head_group": reciprocal(head_group),
-        "of_last": reciprocal(bundles % head_group or head_group),
+        "of_head_groups": reciprocal(numbers),
+        "of_head_group": reciprocal(size),
+        "of_last": reciprocal(rest or size),
     }
 
 
@@ -154,19 +177,21 @@ def place_of(
     q_blocks,
     heads,
     head_group,
+    group_numbers,
     of_head_groups,
     of_head_group,
     of_last,
     BY_LENGTH: gl.constexpr,
 ):
-    """Return a tile's head, numbered over the whole batch, and the tile's block of queries.
+    """Return a tile's head, numbered over the whole batch, and the tile's block of queries, which
+    is negative for a number without a tile.
 
     The heads are divided into groups whose keys and values stay in the L2 cache. Within a group,
     the longest blocks of all heads come first, so that no long block runs last.
     """
     number = quotient(tile, of_head_groups)
     first = number * head_group
-    within = tile - number * (q_blocks * head_group)
+    within = tile - number * group_numbers
     size = head_group
     of_size = of_head_group
     if first + head_group > heads:

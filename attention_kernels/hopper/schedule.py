@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from attention_kernels.hopper.head_groups import VisibleKeys, blocks_seen, busiest_of
+from attention_kernels.hopper.head_groups import HeadGroup, VisibleKeys, blocks_seen, busiest_of
 from attention_kernels.hopper.persistent import SHORT
 from attention_kernels.hopper.scores import ROWS
 from attention_kernels.hopper.stream_k import TileTimes, last_turn
@@ -57,6 +57,11 @@ NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 
 many consumers, some compute while others start or end; with few, the GPU idles less in the last
 turn. The numbers are fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`), with errors
 of 6 % (root mean square) and at most 16 %."""
+MIDDLE_HEAD_DIM = 80
+"""Largest head_dim for which the output leaves registers for `MIDDLE`."""
+MIDDLE = Schedule(3, 1, 64, 6, 160, TileTimes(0.75, 2.0))
+"""Schedule for head dimensions from 65 to `MIDDLE_HEAD_DIM`, if the host knows all lengths and
+there is no mask."""
 MASK = 0.6
 """Additional time of a block for which a mask is read, in µs."""
 
@@ -72,24 +77,47 @@ class WholeCall(NamedTuple):
 
 
 class Dims(NamedTuple):
-    """Head dimensions of the computation. Columns beyond the tensors' own are read as zeros."""
+    """Head dimensions of the computation, each in one or two pieces. Columns beyond the tensors'
+    own are read as zeros."""
 
     main: int
     rest: int
     """Size of the second piece of query and key, or 0."""
     value: int
+    value_rest: int
+    """Size of the second piece of value and output, or 0."""
+
+    @property
+    def of_query(self) -> int:
+        return self.main + self.rest
+
+    @property
+    def of_value(self) -> int:
+        return self.value + self.value_rest
+
+    @property
+    def largest(self) -> int:
+        return max(self.of_query, self.of_value)
+
+    @property
+    def are_narrow(self) -> bool:
+        return self.largest <= 64
 
 
 def dims_of(head_dim: int, v_head_dim: int) -> Dims:
-    main, rest = (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
-    return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
+    return Dims(*_pieces(head_dim), *_pieces(v_head_dim))
+
+
+def _pieces(head_dim: int) -> tuple[int, int]:
+    return (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
 
 
 class SharedRoom(NamedTuple):
     """Buffers that fit in shared memory."""
 
     output_columns: int
-    """Number of output columns that fit for each consumer: all columns, or those of a part."""
+    """Number of columns of the output's first piece that fit for each consumer: all columns, or
+    those of a part."""
     mask_stages: int
     """Number of blocks of the mask that fit for each consumer; 0 if none fits."""
 
@@ -101,8 +129,8 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
         mask_size: size of an element of the mask, in bytes.
     """
     rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
-    left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
-    left -= 2 * keys * dims.value
+    left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * dims.of_query
+    left -= 2 * keys * dims.of_value + 2 * rows * dims.value_rest
     for columns in (dims.value, OUTPUT_COLUMNS):
         free = left - 2 * rows * columns
         stages = min(2, free // (rows * plan.keys * mask_size)) if mask_size and free > 0 else 0
@@ -121,9 +149,12 @@ def schedule(
     up to 64 is the one with the shortest predicted time.
     """
     plan = _without_mask(dims, group, seen)
-    if max(dims) <= 64 and call is not None:
+    if dims.are_narrow and call is not None:
         times = times_of(group, call, has_mask=mask_size > 0)
         plan = min(times, key=times.__getitem__)
+    elif dims.largest <= MIDDLE_HEAD_DIM and call is not None and not mask_size:
+        # A causal call of 32 heads and 2,048 keys took 9 % longer: its tiles are harder to balance.
+        plan = MIDDLE if call.visible.right is None else plan
     return _with_room(plan, dims, mask_size)
 
 
@@ -153,13 +184,14 @@ def _time_of(plan: Schedule, costs: Costs, call: WholeCall, has_mask: bool) -> f
         time += turns * (int(blocks.max()) * block + tile_times.tile)
     else:
         times = blocks * block + blocks.clamp(max=most_masked) * costs.masked + tile
-        time = busiest_of(times, bundles, bundles, call.programs)
+        head_group = HeadGroup(bundles, bundles * len(times))
+        time = busiest_of(times, bundles, head_group, call.programs)
     return costs.call + time
 
 
 def schedule_of_visited_blocks(dims: Dims, mask_size: int) -> Schedule:
     """Return the schedule for a mask that has been scanned: a tile is 128 queries of one head."""
-    plan = TWO._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
+    plan = TWO._replace(heads=1) if dims.are_narrow else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
 
 
@@ -170,9 +202,9 @@ def _with_room(plan: Schedule, dims: Dims, mask_size: int) -> Schedule:
 
 
 def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
-    if max(dims) <= 64:
+    if dims.are_narrow:
         plan = FOUR if seen <= SHORT else THREE
         return plan._replace(heads=math.gcd(group, plan.heads))
-    keys = 64 if dims.main > 128 or dims.value > 128 else 128
-    flop = 2 * 2 * ROWS.value * keys * (dims.main + dims.rest + dims.value)
+    keys = 64 if dims.main > 128 or dims.of_value > 128 else 128
+    flop = 2 * 2 * ROWS.value * keys * (dims.of_query + dims.of_value)
     return Schedule(2, 1, keys, 2, 240, TileTimes(flop / WIDE_FLOP, WIDE_TILE))

@@ -42,6 +42,12 @@ def add_scores(scores, query, keys):
 
 
 @gluon.jit
+def of_rows(each, like):
+    """Convert (ROWS,) to (ROWS, 1) in the layout of a product `like`."""
+    return gl.convert_layout(each, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.jit
 def own_sums(weights):
     """Return each thread's sums of its own weights, (ROWS, 4), from weights (ROWS, N).
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attention_kernels.hopper.head_groups import VisibleKeys, blocks_seen
 from attention_kernels.hopper.pipeline import meet
-from attention_kernels.hopper.scores import ROWS
+from attention_kernels.hopper.scores import ROWS, of_rows
 
 PIECES = gl.constexpr(2)
 """Maximum number of pieces of a program."""
@@ -63,8 +64,8 @@ class ProgramShare(NamedTuple):
     """Number of blocks reserved for each tile, as in `StreamCut`."""
     each: Any
     parts: Any
-    """Float32 numbers for each program, piece and consumer: (ROWS, Dv) outputs, ROWS references and
-    ROWS sums."""
+    """Float32 numbers for each program, piece and consumer: (ROWS, Dv) outputs, for each piece of
+    Dv in turn, then ROWS references and ROWS sums."""
     arrivals: Any
     """Int32 counters, one per shared tile and consumer, of the pieces that have arrived; zeros
     before and after each launch.
@@ -198,9 +199,9 @@ def gather(
 ):
     """Add up all pieces of a tile of `blocks` blocks for a consumer, if all have arrived.
 
-    Return output (ROWS, Dv), reference (ROWS,) and total (ROWS,), and whether all pieces had
-    arrived. If not, another program will add up the pieces. For a whole tile, `piece` is negative.
-    Outputs and totals are relative to 2^reference.
+    Return output (ROWS, Dv), a tuple of one tensor for each piece of Dv, reference (ROWS,) and
+    total (ROWS,), and whether all pieces had arrived. If not, another program will add up the
+    pieces. For a whole tile, `piece` is negative. Outputs and totals are relative to 2^reference.
     """
     is_whole = True
     if piece >= 0:
@@ -223,7 +224,8 @@ def gather(
 def _leave(output, reference, total, piece, share, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
     place = _place(gl.program_id(0), piece, output, share, WHO, CONSUMERS)
     outputs, references, totals = place
-    gl.store(outputs, output)
+    for i in gl.static_range(len(output)):
+        gl.store(outputs[i], output[i])
     gl.store(references, gl.convert_layout(reference, references.type.layout))
     gl.store(totals, gl.convert_layout(total, totals.type.layout))
     meet()
@@ -240,7 +242,7 @@ def _add_up(
     other registers, the compiler (`ptxas`) produced 40 more instructions in the loop over the keys.
     """
     ROW: gl.constexpr = reference.type.layout
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, output.type.layout)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, output[0].type.layout)
     reference = gl.convert_layout(reference, OF_ROW)
     total = gl.convert_layout(total, OF_ROW)
     for program in range(first, last + 1):
@@ -253,8 +255,11 @@ def _add_up(
         origin = gl.where(highest == float("-inf"), 0.0, highest)
         shrink = gl.exp2(reference - origin)
         factor = gl.exp2(other - origin)
-        before = gl.where(program == first, 0.0, output * shrink[:, None])
-        output = before + gl.load(outputs) * factor[:, None]
+        added = output[:0]
+        for i in gl.static_range(len(output)):
+            before = gl.where(program == first, 0.0, output[i] * of_rows(shrink, output[i]))
+            added += (before + gl.load(outputs[i]) * of_rows(factor, output[i]),)
+        output = added
         total = gl.where(program == first, 0.0, total * shrink) + gl.load(totals) * factor
         reference = highest
     return output, gl.convert_layout(reference, ROW), gl.convert_layout(total, ROW)
@@ -263,12 +268,26 @@ def _add_up(
 @gluon.jit
 def _place(program, piece, output, share, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
     """Return pointers to a piece's outputs, references and sums."""
-    ROWS: gl.constexpr = output.shape[0]
-    DV: gl.constexpr = output.shape[1]
-    LAYOUT: gl.constexpr = output.type.layout
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    DV: gl.constexpr = columns_of(output)
     slot = (program * PIECES + piece) * CONSUMERS + WHO
     base = share.parts + slot.to(gl.int64) * (ROWS * (DV + 2))
-    outputs = base + rows[:, None] * DV + columns[None, :]
-    return outputs, base + ROWS * DV + rows, base + ROWS * (DV + 1) + rows
+    outputs = output[:0]
+    for i in gl.static_range(len(output)):
+        outputs += (_rows_from(base, output[i]),)
+        base += ROWS * output[i].shape[1]
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, output[0].type.layout))
+    return outputs, base + rows, base + ROWS + rows
+
+
+@gluon.jit
+def _rows_from(base, like):
+    """Return pointers to a block with the shape and layout of `like` that begins at `base`."""
+    COLUMNS: gl.constexpr = like.shape[1]
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, like.type.layout))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, like.type.layout))
+    return base + rows[:, None] * COLUMNS + columns[None, :]
+
+
+@constexpr_function
+def columns_of(output):
+    return sum(piece.shape[1] for piece in output)

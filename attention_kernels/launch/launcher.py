@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from attention_kernels.launch.descriptors import Address, at, nowhere
+from attention_kernels.launch.direct_launch import DirectLaunch, direct_launch
 from attention_kernels.launch.tensor_maps import TensorMaps, with_maps
 from attention_kernels.launch.workspace import workspace
 
@@ -131,7 +132,7 @@ class Launch:
         if program is not None:
             self._repeat(program, addresses)
         elif (compiled := self._first(tensors)) is not None:  # None in the interpreter
-            self._programs[alignment] = _Program.of(compiled, self._kinds)
+            self._programs[alignment] = _Program.of(compiled, self._grid, self._kinds)
 
     def _repeat(self, program: _Program, addresses: list[Any]) -> None:
         """Launch a program with the addresses of tensors and of described tensors."""
@@ -144,17 +145,7 @@ class Launch:
         if is_listened_to:
             program.compiled[self._grid](*addresses, *self._rest)
         else:
-            program.run(
-                *self._grid,
-                program.stream_of(self._index),
-                program.function,
-                program.metadata,
-                None,
-                None,
-                None,
-                *addresses,
-                *self._rest,
-            )
+            program.launch(program.stream_of(self._index), (*addresses, *self._rest))
 
     def _first(self, tensors: tuple[Any, ...]) -> Any:
         """Let Triton launch the kernel with the tensors, and return the compiled kernel.
@@ -203,25 +194,21 @@ class _Kinds(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A compiled kernel, with the arguments of its launcher for launches without a profiler."""
+    """A compiled kernel, and how to launch it without a profiler."""
 
     compiled: Any
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
+    launch: DirectLaunch
     stream_of: Callable[[int], int]
     """Function that returns the current stream of a device."""
     kinds: _Kinds
     maps: TensorMaps | None
-    """Tensor maps that replace descriptors, if `run` accepts them."""
+    """Tensor maps that replace descriptors, if `launch` accepts them."""
 
     @classmethod
-    def of(cls, compiled: Any, kinds: _Kinds) -> _Program:
-        stream_of = driver.active.get_current_stream
+    def of(cls, compiled: Any, grid: tuple[int, int, int], kinds: _Kinds) -> _Program:
         run, maps = with_maps(compiled.run, kinds.descriptors)
-        return cls(
-            compiled, run, compiled.function, compiled.packed_metadata, stream_of, kinds, maps
-        )
+        launch = direct_launch(run, grid, compiled.function, compiled.packed_metadata)
+        return cls(compiled, launch, driver.active.get_current_stream, kinds, maps)
 
 
 def _is_listened_to() -> bool:

@@ -1,12 +1,37 @@
-"""Checks that a call's tensors fit together. A call is checked when it is planned; kernels
-themselves check nothing."""
+"""Checks of a call's arguments. `attention` and FlashAttention's functions check the types. Shapes
+are checked when a call is planned; kernels themselves check nothing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention_kernels.options import PLAIN, AttentionOptions
+
 Sizes = tuple[int, ...]
+
+
+def check_types(tensors: dict[str, Any], options: Any = PLAIN, **optional: Any) -> None:
+    """Check the types of the arguments of a public function.
+
+    Args:
+        tensors: arguments that must be tensors, by name.
+        optional: arguments that must be tensors or None.
+
+    Raises:
+        TypeError: an argument has another type.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    for name, tensor in optional.items():
+        if not (tensor is None or isinstance(tensor, Tensor)):
+            raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+    if not isinstance(options, AttentionOptions):
+        given = type(options).__name__
+        raise TypeError(f"options must be AttentionOptions(...) or left out, got {given}")
 
 
 def check_shapes(query: Sizes, key: Sizes, value: Sizes, sinks: Sizes | None = None) -> None:
@@ -60,8 +85,10 @@ def check_integers(
     """Check the type, shape and device of an optional tensor of integers.
 
     Raises:
+        TypeError: the argument is neither a tensor nor None.
         ValueError: the tensor is not int32, or has another shape or device.
     """
+    check_types({}, **{name: tensor})
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != device:

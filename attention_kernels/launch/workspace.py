@@ -44,7 +44,7 @@ def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, T
     has its own tensors. If the zeros for graphs are used up, or no kernel ran before, the graph
     clears new memory itself in an additional node.
     """
-    if device.type != "cuda":
+    if device.index is None:  # in the interpreter; the type would take the host longer to ask for
         return _new(numbers, device), torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return _new(numbers, device), _reserved(count, device)

@@ -131,7 +131,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the Hopper kernel if it supports the call, else the portable kernel."""
     is_empty = 0 in (lengths.batches, lengths.longest_query)
-    if has_gluon_kernels(query.device) and not (is_empty or options.invariant):
+    if has_gluon_kernels(query.device) and not is_empty:
         # Gluon is imported only if it may be used.
         from attention_kernels.hopper.hopper_prefill import forward_hopper, takes
 

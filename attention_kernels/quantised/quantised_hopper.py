@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention_kernels.hopper.head_groups import VisibleKeys, head_group_size, most_cut
+from attention_kernels.hopper.head_groups import VisibleKeys, head_group_of, most_cut
 from attention_kernels.hopper.operands import block_layout
 from attention_kernels.hopper.persistent import SHORT, multiprocessors, work_of
 from attention_kernels.hopper.scores import ROWS
@@ -136,7 +136,7 @@ def plan(
     if lengths is None and visited is None:
         cut = cut_for(visible, bundles, processors, tile.tile_times, SLOWER)
     programs = min(tiles, processors) if cut is None else processors
-    head_group = head_group_size(visible, head_bytes, bundles, group // tile.heads, programs)
+    head_group = head_group_of(visible, head_bytes, bundles, group // tile.heads, programs)
     launch = Launch(
         quantised_hopper_kernel,
         (programs, 1, 1),

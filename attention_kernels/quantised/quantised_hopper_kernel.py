@@ -107,10 +107,10 @@ class QuantisedExtras(NamedTuple):
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "turns", "blocks", "bundles", "head_group", "share_row", "share_each",
-        "of_q_heads", "of_group", "of_head_groups", "of_head_group", "of_last", "q_heads", "q_len",
-        "kv_len", "diagonal", "left", "right", "most_cut", "groups", "mask_batch", "mask_head",
-        "visit_batch", "visit_head",
+        "tiles", "turns", "blocks", "bundles", "head_group", "group_numbers", "share_row",
+        "share_each", "of_q_heads", "of_group", "of_head_groups", "of_head_group", "of_last",
+        "q_heads", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "groups",
+        "mask_batch", "mask_head", "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def quantised_hopper_kernel(
@@ -135,6 +135,7 @@ def quantised_hopper_kernel(
     blocks,
     bundles,
     head_group,
+    group_numbers,
     share_row,
     share_each,
     of_q_heads,
@@ -215,7 +216,9 @@ def quantised_hopper_kernel(
     if parts_ptr is not None:
         share = ProgramShare(share_row, share_each, parts_ptr, arrivals_ptr)
     reciprocals = (of_q_heads, of_head_groups, of_head_group, of_last)
-    work = Work(q_heads, tiles, turns, blocks, bundles, head_group, reciprocals, share)
+    work = Work(
+        q_heads, tiles, turns, blocks, bundles, head_group, group_numbers, reciprocals, share
+    )
     scales = (key_scale_ptr, value_scale_ptr, of_group, groups)
     extras = QuantisedExtras(factor, cap, key_mean_ptr, sinks_ptr)
     descriptors = (query_desc, key_desc, value_desc, mask_desc)
@@ -279,9 +282,9 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
     for turn in range(turns_of_program(work, BY_LENGTH)):
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         element = element_bounds_of(batch, bounds)
-        if bounds.q_offsets is None and work.share is None:
+        if bounds.q_offsets is None and work.share is None and not BY_LENGTH:
             done = turn
-        if has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS):
+        if has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS, BY_LENGTH):
             memory_batch = memory_batch_of(batch, bounds)
             for who in gl.static_range(CONSUMERS):
                 row = element.q_start + block * QUERIES + who // HEADS * ROWS
@@ -339,10 +342,12 @@ def _attend(
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
         exists = True
-        if bounds.q_offsets is not None or work.share is not None:
+        if bounds.q_offsets is not None or work.share is not None or BY_LENGTH:
             batch, _head, block = tile_of(turn, work, HEADS, BY_LENGTH)
             element = element_bounds_of(batch, bounds)
-            exists = has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS)
+            exists = has_tile(
+                turn, block * QUERIES, element, work, bounds, QUERIES, KEYS, BY_LENGTH
+            )
         else:
             done = turn
         if exists:
@@ -480,9 +485,10 @@ def _attend_tile(
     is_whole = True
     if work.share is not None:
         begin, _, _, end = key_blocks_of(block * QUERIES, element, bounds, QUERIES, KEYS)
-        output, maximum, total, is_whole = gather(
-            output, maximum, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
+        pieces, maximum, total, is_whole = gather(
+            (output,), maximum, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
+        output = pieces[0]
     if extras.cap is not None:  # scores already include the shift
         shift = None
     LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
@@ -491,7 +497,7 @@ def _attend_tile(
         if sink is not None and shift is not None:  # the mean's term is missing in scores
             sink = sink - gl.convert_layout(shift, total.type.layout)
         at = (batch, work.q_heads, q_head, first)
-        finish(output, maximum, total, sink, outputs, at, element, WHO, V_HEAD_DIM, LOG2_UNIT)
+        finish((output,), maximum, total, sink, outputs, at, element, WHO, V_HEAD_DIM, LOG2_UNIT)
     return count, masks
 
 

@@ -3,10 +3,9 @@
     python -m benchmarks.attention_kernels.decode [--only mixed ...] [--stages 3,4] ...
 
 The minimum is the bytes of the visible keys and values divided by the bandwidth of copies on the
-same GPU. Our kernels are timed without building their cache (pages, 8 bits); other kernels are
-timed by their cores. All kernels of a case take turns in shuffled rounds with a cold L2, after each
-output was compared with a reference. Needs a GPU with 60 GB of memory, and two minutes. Writes
-`benchmarks/results/decode.csv`, a line for each kernel of a case.
+same GPU. Caches (pages, 8 bits) are built beforehand. All kernels of a case take turns in shuffled
+rounds with a cold L2, after each output was compared with a reference. Needs a GPU with 60 GB of
+memory, and two minutes. Writes `benchmarks/results/decode.csv`, a line for each kernel of a case.
 
 `--blocks`, `--warps`, `--stages` and `--parts` are alternatives to our kernels' plans: every
 combination is compiled (seconds each) and timed, and the fastest are printed. `--parts` multiplies
@@ -40,7 +39,6 @@ from benchmarks.gpu import gpu
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.kernel_options import kernel_options
-from replay.kernels.registry import find
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure
@@ -56,7 +54,6 @@ LONG, SHORT = 131072, 1024
 IN_8_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ERRORS = {"fp8": 0.08, "int8": 0.03}
 """Maximum error of 8-bit caches relative to the output's norm; 16 bits may have 0.01."""
-RIVALS = ("torch-cudnn", "torch-flash", "flashinfer-decode")
 
 COLUMNS = (
     "case",
@@ -77,7 +74,7 @@ Alternatives = dict[str, list[float] | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A call, the number of visible keys of each sequence, and the kernels to time."""
+    """A call, the number of visible keys of each sequence, and the caches to time."""
 
     name: str
     call: AttentionCall
@@ -85,7 +82,6 @@ class Case:
     caches: tuple[str, ...] = ("16 bits",)
     """Cache formats that our kernels read: 16 bits, `fp8`, `int8`, and each of the three
     `paged`."""
-    rivals: tuple[str, ...] = ()
 
 
 def normal(*shape: int) -> Tensor:
@@ -107,7 +103,7 @@ def _even() -> Iterator[Case]:
     key, value = normal(8, 8, 32768, 128), normal(8, 8, 32768, 128)
     call = AttentionCall(normal(8, 32, 1, 128), key, value, enable_gqa=True)
     caches = ("16 bits", "16 bits paged", "fp8", "fp8 paged", "int8", "int8 paged")
-    yield Case("even, 8×32/8×32768", call, [32768] * 8, caches, RIVALS)
+    yield Case("even, 8×32/8×32768", call, [32768] * 8, caches)
 
 
 def _queries() -> Iterator[Case]:
@@ -122,7 +118,7 @@ def _queries() -> Iterator[Case]:
             variant=AttentionVariant(bottom_right=True),
         )
         caches = ("16 bits", "16 bits paged", "fp8")
-        yield Case(f"queries {q_len}", call, [32768] * 8, caches, ("fa2", "fa3", "fa2-kvcache"))
+        yield Case(f"queries {q_len}", call, [32768] * 8, caches)
 
 
 def _mixed() -> Iterator[Case]:
@@ -147,7 +143,7 @@ def _latent(batch: int) -> Iterator[Case]:
     for heads in (16, 128):
         call = AttentionCall(normal(batch, heads, 1, 576), key, key[..., :512], enable_gqa=True)
         caches = ("16 bits", "16 bits paged")
-        yield Case(f"mla {heads}, batch {batch}", call, [32768] * batch, caches, ("flash-mla",))
+        yield Case(f"mla {heads}, batch {batch}", call, [32768] * batch, caches)
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
@@ -292,15 +288,6 @@ def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int
                 bytes_read(cache, tokens),
                 allowed,
             )
-    read = bytes_read(Cache(call.key, call.value), tokens)
-    for name in case.rivals:
-        kernel = find(name)
-        theirs = in_pages if name == "flash-mla" else call
-        if reason := kernel.unavailable(DEVICE) or kernel.refuses(theirs):
-            print(f"    {name}: {reason}", flush=True)
-            continue
-        run = partial(kernel.attention, **theirs.arguments())
-        yield name, run if kernel.prepare is None else kernel.prepare(theirs), read, 0.01
 
 
 def show(case: Case, alternatives: Alternatives, copied: float) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Times `attention` with and without `invariant=True` (needs a Hopper GPU; one minute).
 
-    python -m benchmarks.attention_kernels.invariance [--part KEYS ...] [--out FILE]
+    python -m benchmarks.attention_kernels.invariance [--out FILE]
 
 Both take turns in shuffled rounds with a cold L2. A ratio above 1 is the price of invariance, with
-its 95 % interval. `--part` also times decode with parts of these numbers of keys. Writes
+its 95 % interval. Decode runs a third time with the bits of prefill (`decode=False`). Writes
 `benchmarks/results/invariance.csv`, a line for each call.
 """
 
@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attention_kernels.decode.kv_cache import Cache
-from attention_kernels.decode.split_kv import attend_to_cache, planned
 from attention_kernels.operators import attention
-from attention_kernels.options import INVARIANT, PLAIN, AttentionOptions
+from attention_kernels.options import PLAIN, AttentionOptions
 from benchmarks import results
 from benchmarks.gpu import gpu
-from capture.call.attention_call import AttentionCall
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.timing.statistics import paired_speedup
@@ -55,12 +50,13 @@ DECODE = (
 SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "is_causal")
 COLUMNS = (
     *SIZES,
-    "part",
     "plain, ms",
     "invariant, ms",
     "invariant / plain",
     "low",
     "high",
+    "with prefill's bits, ms",
+    "with prefill's bits / plain",
     "machine.device",
     "machine.torch",
     "machine.triton",
@@ -69,7 +65,6 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--part", type=int, nargs="+", default=[], metavar="KEYS")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "invariance.csv")
     arguments = parser.parse_args()
     device = gpu()
@@ -77,47 +72,32 @@ def main() -> None:
     fields = {name: getattr(machine, name.partition(".")[2]) for name in COLUMNS[-3:]}
     lines: list[dict[str, Any]] = []
     for spec in (*PREFILL, *DECODE):
-        for line in timed(spec, arguments.part, device):
-            lines.append(line | fields)
-            results.write_lines(lines, COLUMNS, arguments.out)
-            cells = (results.cell(line[name]) for name in COLUMNS[:-3])
-            print(*cells, sep="\t", flush=True)
+        lines.append(timed(spec, device) | fields)
+        results.write_lines(lines, COLUMNS, arguments.out)
+        print(
+            *(results.cell(lines[-1].get(name, "")) for name in COLUMNS[:-3]), sep="\t", flush=True
+        )
 
 
-def timed(spec: Spec, parts: list[int], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a call: one for the plan, and for decode one for each part's size."""
+def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
+    """Return the line of a call."""
     call = spec.call(device, torch.Generator(device).manual_seed(0))
     options = AttentionOptions(bottom_right=True) if spec.is_causal else PLAIN
-    attend = partial(attention, **call.arguments(), options=options)
-    runs: dict[int | str, Callable[[], Tensor]] = {
-        "plain": attend,
-        "": partial(attend, invariant=True),
-    }
+    plain = partial(attention, **call.arguments(), options=options)
+    runs = {"plain": plain, "invariant": partial(plain, invariant=True)}
     if spec.q_len == 1:
-        runs |= {part: decode_in_parts(call, part) for part in parts}
+        alike = AttentionOptions(bottom_right=True, invariant=True, decode=False)
+        runs["with prefill's bits"] = partial(attention, **call.arguments(), options=alike)
     samples = measure(runs, device, cache="cold", rounds=ROUNDS, max_seconds=0.5)
     for sample in samples.values():
         if sample.error is not None:
             raise sample.error
-    plain = samples.pop("plain").ms
-    for part, sample in samples.items():
-        speedup = paired_speedup(sample.ms, plain)
-        yield {name: getattr(spec, name) for name in SIZES} | {
-            "part": part,
-            "plain, ms": statistics.median(plain),
-            "invariant, ms": statistics.median(sample.ms),
-            "invariant / plain": speedup.ratio,
-            "low": speedup.low,
-            "high": speedup.high,
-        }
-
-
-def decode_in_parts(call: AttentionCall, part: int) -> Callable[[], Tensor]:
-    """Return invariant decode with parts of this number of keys."""
-    cache = Cache(call.key, call.value)
-    tiling = planned(call.query, cache, options=INVARIANT).tiling
-    tiling = tiling._replace(part=part, splits=-(-call.shape.kv_len // part))
-    return partial(attend_to_cache, call.query, cache, options=INVARIANT, tiles=tiling)
+    line = {name: getattr(spec, name) for name in SIZES}
+    line |= {f"{name}, ms": statistics.median(sample.ms) for name, sample in samples.items()}
+    first, *others = samples
+    prices = {name: paired_speedup(samples[name].ms, samples[first].ms) for name in others}
+    line |= {f"{name} / plain": price.ratio for name, price in prices.items()}
+    return line | {"low": prices["invariant"].low, "high": prices["invariant"].high}
 
 
 if __name__ == "__main__":

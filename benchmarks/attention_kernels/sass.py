@@ -199,6 +199,11 @@ def of_hopper() -> Cases:
     yield "hopper 192/128 causal", partial(hopper_prefill, *wide, is_causal=True)
     yield "hopper bfloat16 128", partial(hopper_prefill, *operands(128, dtype=BFLOAT))
     yield "hopper log-sum-exp 128", partial(hopper_prefill, *operands(128), return_lse=True)
+    invariant = AttentionOptions(True, invariant=True)
+    for dim in (64, 128, 256):
+        for keys in (1024, 1030):  # aligned queries, and others
+            chunk = partial(hopper_prefill, *operands(dim, 512, keys), is_causal=True)
+            yield f"hopper invariant {dim} of {keys}", partial(chunk, options=invariant)
     for dim in (64, 128):
         yield f"hopper bool mask {dim}", partial(hopper_prefill, *operands(dim), bools(1024, 1024))
     yield "hopper float mask 128", partial(hopper_prefill, *operands(128), empty(1024, 1024))

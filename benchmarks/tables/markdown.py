@@ -15,7 +15,7 @@ def machine_line(rows: list[dict[str, str]]) -> str:
     first = rows[0]
     versions = ", ".join(
         f"{name} {first[f'machine.{name}']}"
-        for name in ("torch", "cuda", "triton")
+        for name in ("torch", "cuda", "cudnn", "triton")
         if first.get(f"machine.{name}")
     )
     return f"\n{first['machine.device']}, {versions}.\n"

@@ -48,27 +48,21 @@ def full_size() -> str:
 def by_shape(
     file: str,
     *,
-    decode: bool | None = None,
     cores: bool = False,
     errors: bool = False,
 ) -> str:
-    """List TFLOPS by shape, but ms for memory-bound decode: the drop-in time, then the core time.
+    """List TFLOPS by shape, but ms for memory-bound decode, both of the drop-in.
 
     Args:
-        decode: list only decode shapes (True), only the others (False), or all (None).
         cores: list the TFLOPS of cores as well, in brackets.
         errors: list the relative L1 of the output as well.
     """
-    rows = [
-        row
-        for row in _each_kernel_once(results.DIRECTORY / file)
-        if decode in (None, _is_decode(row))
-    ]
+    rows = _each_kernel_once(results.DIRECTORY / file)
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     shapes: dict[str, dict[str, str]] = {}
     for row in rows:
-        cells = shapes.setdefault(_shape(row) + (" (ms)" if _is_decode(row) else ""), {})
-        cells[row["kernel"]] = _decode_cell(row) if decode else _shape_cell(row)
+        cells = shapes.setdefault(shape(row) + (" (ms)" if _is_decode(row) else ""), {})
+        cells[row["kernel"]] = _shape_cell(row)
         if cores and row["core_time_ms.p50"]:
             faster = float(row["time_ms.p50"]) / float(row["core_time_ms.p50"])
             cells[row["kernel"]] += f" [{float(row['tflops']) * faster:.0f}]"
@@ -190,6 +184,23 @@ def precisions(path: Path) -> str:
     return markdown_table(heading, dict(sorted(lines.items()))) + machine_line(rows)
 
 
+def invariance(path: Path) -> str:
+    """List the price of invariance, with its interval, and of decoding with the bits of prefill."""
+    rows = results.read(path)
+    lines = {}
+    for row in rows:
+        of = (row["q_heads"], row["kv_heads"], row["q_len"], row["kv_len"], row["head_dim"])
+        about = "{}×{}/{}×{}/{}×{}".format(row["batch"], *of)
+        about += " causal" if row["is_causal"] == "True" else ""
+        ratio, low, high, alike = (
+            f"{float(row[name]):.2f}" if row[name] else ""
+            for name in ("invariant / plain", "low", "high", "with prefill's bits / plain")
+        )
+        lines[about] = [f"{ratio} ({low}-{high})", alike]
+    heading = ["B×H×S×D, time / plain", "invariant", "decode with prefill's bits"]
+    return markdown_table(heading, lines) + machine_line(rows)
+
+
 def power_limit() -> str:
     """List the times of kernels that were each measured in three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
@@ -217,11 +228,6 @@ def _shape_cell(row: dict[str, str]) -> str:
     return _scene_cell([row], "time_ms.p50" if _is_decode(row) else "tflops")
 
 
-def _decode_cell(row: dict[str, str]) -> str:
-    core = row["core_time_ms.p50"]
-    return _shape_cell(row) + (f" ({float(core):.3f})" if core else "")
-
-
 def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
     """Format the median over the calls, or the statuses if there is no time."""
     values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
@@ -238,7 +244,7 @@ def _number(cell: str) -> float:
         return 0.0
 
 
-def _shape(row: dict[str, str]) -> str:
+def shape(row: dict[str, str]) -> str:
     size = {name: row[f"call.shape.{name}"] for name in results.SIZES}
     heads, lengths = size["q_heads"], size["q_len"]
     if size["kv_heads"] != heads:
@@ -249,5 +255,4 @@ def _shape(row: dict[str, str]) -> str:
     if size["v_head_dim"] != dims:
         dims += f"/{size['v_head_dim']}"
     causal = " causal" if row["call.is_causal"] == "True" else ""
-    warm = " warm" if "warm" in row["call.name"] else ""
-    return f"{size['batch']}×{heads}×{lengths}×{dims}{causal}{warm}"
+    return f"{size['batch']}×{heads}×{lengths}×{dims}{causal}"

@@ -168,15 +168,13 @@ class CaptureTarget:
 @contextlib.contextmanager
 def no_empty_directory(directory: Path) -> Iterator[None]:
     """Remove `directory` and its parents on exit if they are new and still empty."""
-    try:
-        missing = [path for path in (directory, *directory.parents) if not path.is_dir()]
-    except (OSError, ValueError):  # a later check reports the invalid name
-        missing = []
+    # `os.path.isdir` is False for names that are invalid; a later check reports them.
+    missing = [path for path in (directory, *directory.parents) if not os.path.isdir(path)]
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            for path in missing:
+        for path in missing:
+            with contextlib.suppress(OSError, ValueError):
                 path.rmdir()
 
 

@@ -61,7 +61,7 @@ def agree(
         >>> print(agree("captured_inputs", "torch-*"))
     """
     from replay.bench.settings import Settings
-    from replay.diagnosis.agreements import Agreements, agreements
+    from replay.diagnosis.agreements import agreements
     from replay.distribution.pace import Pace
     from replay.report.progress import shown_progress
 
@@ -74,12 +74,13 @@ def agree(
         able = able_kernels(joined_names(kernels), place, timeout, workers=workers)
         tasks = [f"{call.name}, {kernel.name}" for call in chosen.workloads for kernel in able]
         with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=quiet) as report:
-            return agreements(
+            found = agreements(
                 chosen.workloads,
                 able,
                 Settings(place, "warm"),
                 timeout if workers else None,
                 one_by_one(report, tasks),
                 chunk=chunk,
-                found=Agreements(note=chosen.note),
             )
+    found.note = chosen.note
+    return found

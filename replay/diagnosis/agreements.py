@@ -76,26 +76,24 @@ def agreements(
     report: Progress,
     *,
     chunk: int,
-    found: Agreements,
 ) -> Agreements:
-    """Add the verdicts of kernels on calls to `found`.
+    """Return the verdicts of kernels on calls.
 
     Args:
         timeout: seconds without a message after which a kernel's process is killed; None to run
             the kernels in this process.
         chunk: number of queries in a chunk.
     """
-    examiner = Examiner(settings, timeout)
-    try:
-        for kernel in kernels:
+    found, examiner = Agreements(), Examiner(settings, timeout)
+    for kernel in kernels:
+        try:
             for workload in workloads:
                 if workload.name not in found.unreadable:
                     report(workload, kernel.name)
                     _examine(examiner, kernel, workload, chunk, found)
+        finally:
             examiner.close()
-        return found
-    finally:
-        examiner.close()
+    return found
 
 
 def _examine(

@@ -6,7 +6,7 @@ The calls keep the memory order of dimensions, without gaps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,21 +18,21 @@ from capture.call.strides import concatenated
 
 
 class Part(NamedTuple):
-    """Sequence of a call."""
+    """Queries of a sequence of a call."""
 
     call: AttentionCall
-    position: int
+    position: int = 0
     """Index of the sequence in the call."""
+    queries: slice = slice(None)
 
 
 class Trial(NamedTuple):
-    """Two ways to compute the output of the same sequence."""
+    """Two ways to compute the same output."""
 
     place: str
     """Words for the second way: `sequence 2 alone`."""
     expected: Part
-    parts: list[Part]
-    """Parts whose outputs, joined along the queries, must equal that of `expected`."""
+    other: Part
 
 
 def lengths(call: AttentionCall) -> list[tuple[int, int]]:
@@ -49,8 +49,8 @@ def lengths(call: AttentionCall) -> list[tuple[int, int]]:
 
 
 def rows(output: Tensor, part: Part) -> Tensor:
-    """Return the output of one sequence, (1, Hq, Sq, Dv), from that of its call."""
-    return _sequence(output, part.call.cu_seqlens_q, part.position)
+    """Return the output of a part, (1, Hq, Sq, Dv), from that of its call."""
+    return _sequence(output, part.call.cu_seqlens_q, part.position)[:, :, part.queries]
 
 
 def of_sequences(
@@ -92,8 +92,8 @@ def alone(call: AttentionCall) -> Iterator[Trial]:
     """Yield some sequences of a batch, each in a call of its own."""
     if len(lengths(call)) > 1:
         for each in _some_sequences(call):
-            only = Part(of_sequences(call, [each]), 0)
-            yield Trial(f"sequence {each} alone", Part(call, each), [only])
+            only = Part(of_sequences(call, [each]))
+            yield Trial(f"sequence {each} alone", Part(call, each), only)
 
 
 def in_company(call: AttentionCall) -> Iterator[Trial]:
@@ -103,17 +103,18 @@ def in_company(call: AttentionCall) -> Iterator[Trial]:
     """
     count = len(lengths(call))
     for each in _some_sequences(call):
-        batches: list[tuple[str, Sequence[int], int]]
-        batches = [("in a batch of 2", [0] * 2, 0), ("in a batch of 8", [0] * 8, 7)]
-        if count > 1:
-            batches = [("in the reversed batch", range(count)[::-1], count - 1 - each)]
+        batches = [("in the reversed batch", [*range(count)][::-1], count - 1 - each)]
+        if count == 1:
+            batches = [("in a batch of 2", [0] * 2, 0), ("in a batch of 8", [0] * 8, 7)]
         for place, order, own in batches:
             part = Part(of_sequences(call, order, own), own)
-            yield Trial(f"sequence {each} {place}", Part(call, each), [part])
+            yield Trial(f"sequence {each} {place}", Part(call, each), part)
 
 
-def in_chunks(call: AttentionCall, chunk: int) -> Iterator[Trial]:
-    """Yield the longest sequence alone, with its queries in chunks.
+def in_chunks(
+    call: AttentionCall, chunk: int, refuses: Callable[[AttentionCall], object]
+) -> Iterator[Trial]:
+    """Yield the longest sequence alone, with each chunk of its queries in turn.
 
     A causal chunk sees the keys up to its last query, as if the cache had grown that far; other
     chunks see all keys. Yield nothing if one chunk has all queries, or if chunks cannot be
@@ -121,10 +122,11 @@ def in_chunks(call: AttentionCall, chunk: int) -> Iterator[Trial]:
 
     Args:
         chunk: number of queries in a chunk.
+        refuses: kernel's predicate. A refused chunk gets a mask in place of its causality.
     """
     sizes = lengths(call)
     longest = max(range(len(sizes)), key=lambda each: sizes[each])
-    only = of_sequences(call, [longest])
+    only = call if len(sizes) == 1 else of_sequences(call, [longest])
     q_len, kv_len = sizes[longest]
     right = call.variant.window[1]
     looks_back = call.is_causal or right == 0
@@ -133,11 +135,15 @@ def in_chunks(call: AttentionCall, chunk: int) -> Iterator[Trial]:
         return
     if looks_back and not 0 <= shift <= kv_len - q_len:
         return
-    parts = []
     for start in range(0, q_len, chunk):
         end = min(start + chunk, q_len)
-        parts.append(Part(_chunk(only, start, end, end + shift if looks_back else None), 0))
-    yield Trial(f"sequence {longest} in {len(parts)} chunks", Part(only, 0), parts)
+        part = _chunk(only, start, end, end + shift if looks_back else None)
+        place = f"sequence {longest} in a chunk from query {start}"
+        if refuses(part) and looks_back and part.tensors().keys() == {"query", "key", "value"}:
+            masked = _with_mask(part)
+            if not refuses(masked):
+                part, place = masked, f"{place} with a mask in place of causality"
+        yield Trial(place, Part(only, 0, slice(start, end)), Part(part))
 
 
 def _some_sequences(call: AttentionCall) -> list[int]:
@@ -174,6 +180,15 @@ def _chunk(call: AttentionCall, start: int, end: int, keys: int | None) -> Atten
             if call.cu_seqlens_k is not None:
                 found["cu_seqlens_k"] = call.cu_seqlens_k.new_tensor([0, keys])
     return _with_maximums(replace(call.with_tensors(found), variant=variant))
+
+
+def _with_mask(call: AttentionCall) -> AttentionCall:
+    """Return the call with a mask (1, 1, Sq, Sk) in place of causality and window."""
+    first, end = call.key_ranges
+    keys = torch.arange(call.shape.kv_len, device=call.device)
+    mask = (first[..., None] <= keys) & (keys < end[..., None])
+    variant = replace(call.variant, bottom_right=False, window=(None, None))
+    return replace(call, attn_mask=mask[:, None], is_causal=False, variant=variant)
 
 
 def _with_maximums(call: AttentionCall) -> AttentionCall:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +13,6 @@ from capture.call.attention_call import AttentionCall
 from replay.bench.forms import Forms
 from replay.bench.settings import Settings
 from replay.diagnosis.derived_batches import (
-    Part,
     Trial,
     alone,
     in_chunks,
@@ -75,44 +73,47 @@ def examine_invariance(
     if form.refused is not None:
         status, reason = form.refused
         return {"repeated": Verdict("refused" if status in HARMLESS else "failed", reason)}
-    if form.call.cu_seqlens_q is not None and form.call.attn_mask is not None:
-        return {"repeated": Verdict("refused", "packed sequences with a mask are not divided")}
-    run = _run(kernel.loaded(), settings, process_state)
+    kernel = kernel.loaded()
+    run = _run(kernel, settings, process_state)
     whole = of_sequences(form.call, range(len(lengths(form.call))))
     try:
         first = run(whole)
         repeated = difference(run(whole), first)
     except _Undecided as undecided:
         return {"repeated": undecided.verdict}
-    cases: dict[Case, Callable[[AttentionCall], Iterator[Trial]]] = {
-        "alone": alone,
-        "company": in_company,
-        "chunked": partial(in_chunks, chunk=chunk),
-    }
+    if whole.cu_seqlens_q is not None and whole.attn_mask is not None:
+        trials: dict[Case, Iterator[Trial]] = {}  # the mask would have to be divided too
+    else:
+        chunked = in_chunks(whole, chunk, kernel.refuses)
+        trials = {"alone": alone(whole), "company": in_company(whole), "chunked": chunked}
     if repeated:
         unknown = Verdict("inconclusive", "the kernel is not deterministic")
-        return {"repeated": Verdict("differs", repeated), **dict.fromkeys(cases, unknown)}
+        return {"repeated": Verdict("differs", repeated), **dict.fromkeys(trials, unknown)}
 
-    def output(parts: list[Part]) -> Tensor:
-        of_parts = [rows(first if part.call is whole else run(part.call), part) for part in parts]
-        return torch.cat(of_parts, 2)
-
-    verdicts: dict[Case, Verdict] = {"repeated": Verdict("equal")}
-    for case, trials in cases.items():
-        verdict = _verdict(trials(whole), output)
-        if verdict is not None:
-            verdicts[case] = verdict
-    return verdicts
+    verdicts = {case: _verdict(each, run, whole, first) for case, each in trials.items()}
+    found = {case: verdict for case, verdict in verdicts.items() if verdict is not None}
+    return {"repeated": Verdict("equal"), **found}
 
 
-def _verdict(trials: Iterator[Trial], output: Callable[[list[Part]], Tensor]) -> Verdict | None:
-    """Compare until the first difference; return None if there was nothing to compare."""
+def _verdict(
+    trials: Iterator[Trial],
+    run: Callable[[AttentionCall], Tensor],
+    call: AttentionCall,
+    output: Tensor,
+) -> Verdict | None:
+    """Compare until the first difference; return None if there was nothing to compare.
+
+    Args:
+        call, output: call that has run, and its output.
+    """
     verdict = None
     try:
         for trial in trials:
-            got, expected = output(trial.parts), output([trial.expected])
-            if found := difference(got, expected):
-                if difference(output(trial.parts), got):
+            if trial.expected.call is not call:
+                call, output = trial.expected.call, run(trial.expected.call)
+            other = rows(run(trial.other.call), trial.other)
+            if found := difference(other, rows(output, trial.expected)):
+                if difference(rows(run(trial.other.call), trial.other), other):
                     return Verdict("inconclusive", f"{trial.place}: equal calls differ")
                 return Verdict("differs", f"{trial.place}: {found}")
             verdict = Verdict("equal")

@@ -352,6 +352,25 @@ def needs_lengths(call: AnyCall) -> str | None:
     return None
 
 
+LATENT_DIM = 512
+"""Head dimension of the value in absorbed MLA of DeepSeek's models."""
+
+
+def _latent_dim(call: AnyCall) -> str | None:
+    found = call.value.shape[-1]
+    return None if found == LATENT_DIM else f"value head_dim {found}: needs {LATENT_DIM}"
+
+
+ABSORBED_MLA: tuple[Constraint, ...] = (
+    no_dropout,
+    no_mask,
+    half_precision,
+    value_in_key,
+    _latent_dim,
+    causal_only_square,
+)
+"""Limits of kernels for absorbed MLA, apart from the key's head dimension."""
+
 PADDED_OR_PACKED: tuple[Constraint, ...] = (
     mask_or_causal,
     mask_alone,

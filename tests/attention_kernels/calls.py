@@ -33,7 +33,6 @@ def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> Atten
 
 
 def ours() -> list[str]:
-    """Return the names of our kernels."""
     return [name for name in catalogue() if name.startswith("triton-")]
 
 

@@ -12,7 +12,7 @@ from attention_kernels.decode.contiguous_decode import contiguous_decode
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import page
 from attention_kernels.operators import attention
-from attention_kernels.options import AttentionOptions
+from attention_kernels.options import PLAIN, AttentionOptions
 from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
 from tests.attention_kernels.calls import DEVICE, lengths, normal, offsets
 
@@ -44,12 +44,14 @@ def prefilled(
     ends: list[int],
     invariant: bool,
     dtype: torch.dtype = torch.float16,
+    v_dim: int | None = None,
     **fields: Any,
 ) -> Pairs:
     """Yield chunks that end at `ends`, a sequence alone, packed and padded on the left, beside the
     same rows in a batch of sequences of length `ends[-1]`."""
     length = ends[-1]
     query, key, value = inputs(sizes, 2, length, length, dtype)
+    value = value[..., :v_dim]
     # The first keys have larger scores, so that some rows change their reference and others do not.
     key *= torch.linspace(5, 1, length, device=DEVICE)[:, None].to(dtype)
     options = AttentionOptions(bottom_right=True, invariant=invariant, **fields)
@@ -65,16 +67,23 @@ def prefilled(
         yield f"queries {begin} to {end}", found, together[:1, :, begin:end]
     found = whole(*attention(query[1:], key[1:], value[1:], enable_gqa=True, **common))
     yield "alone", found, together[1:]
+    common["options"] = replace(options, decode=False)
+    for begin, end in ((length - 1, length), (ends[0] + 3, ends[0] + 10)):
+        chunk = query[:1, :, begin:end], key[:1, :, :end], value[:1, :, :end]
+        found = whole(*attention(*chunk, enable_gqa=True, **common))
+        yield f"decoded queries {begin} to {end}", found, together[:1, :, begin:end]
+    common["options"] = options
 
+    last = ends[-2]
     rows = [
-        torch.cat([each[0, :, : ends[0]], each[1]], dim=1).transpose(0, 1)
-        for each in (query, key, value)
+        torch.cat([each[0, :, : ends[0]], each[1, :, first:]], dim=1).transpose(0, 1)
+        for each, first in ((query, last), (key, 0), (value, 0))
     ]
-    at = offsets(ends[0], length)
-    output, lse = packed_prefill(rows[0], rows[1], rows[2], at, at, length, **common)
+    at = offsets(ends[0], length - last), offsets(ends[0], length)
+    output, lse = packed_prefill(rows[0], rows[1], rows[2], *at, length, **common)
     found = whole(output.transpose(0, 1), lse)
     yield "packed", found[:, : ends[0]], together[0, :, : ends[0]]
-    yield "packed behind another", found[:, ends[0] :], together[1]
+    yield "packed behind another", found[:, ends[0] :], together[1, :, last:]
 
     moved = [each[:1].roll(37, dims=2) for each in (query, key, value)]
     ranges = KeyRanges(lengths(37), lengths(length - 37))
@@ -83,22 +92,30 @@ def prefilled(
 
 
 def masked(
-    sizes: Sizes, length: int, begin: int, invariant: bool, dtype: torch.dtype = torch.bool
+    sizes: Sizes,
+    length: int,
+    begin: int,
+    invariant: bool,
+    dtype: torch.dtype = torch.bool,
+    left: int | None = None,
 ) -> Pairs:
     """Yield queries from `begin` on under a mask, beside a call that has all queries, another
-    sequence, and masked keys at the end."""
+    sequence, and, if there is no causal window, masked keys at the end."""
     query, key, value = inputs(sizes, 2, length, length + 70)
     mask = torch.rand(2, 1, length, length + 70, device=DEVICE) > 0.3
     mask[..., begin:, 64:128] = True  # whole blocks for the chunk alone
     mask[..., length:] = False
     if dtype != torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
-    common: dict[str, Any] = {"enable_gqa": True, "invariant": invariant, "return_lse": True}
+    options = PLAIN if left is None else AttentionOptions(bottom_right=True, window=(left, 0))
+    common: dict[str, Any] = {"enable_gqa": True, "invariant": invariant, "options": options}
+    common["return_lse"] = True
     together = whole(*attention(query, key, value, mask, **common))
     plain = {**common, "invariant": False}
     assert_near(together, whole(*attention(query, key, value, mask, **plain)))
-    own = query[1:, :, begin:], key[1:, :, :length], value[1:, :, :length]
-    own_mask = mask[1:, :, begin:, :length].contiguous()
+    end = length if left is None else length + 70
+    own = query[1:, :, begin:], key[1:, :, :end], value[1:, :, :end]
+    own_mask = mask[1:, :, begin:, :end].contiguous()
     yield "masked", whole(*attention(*own, own_mask, **common)), together[1:, :, begin:]
 
 

@@ -3,12 +3,9 @@
 import functools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attention_kernels.portable.prefill import prefill
 from capture.call.attention_variant import AttentionVariant, Window
@@ -73,17 +70,6 @@ def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
     call = call_of(70, 140, head_dim, dtype=dtype, is_causal=True, sinks=sinks)
     verify("triton-fa2", call)
     verify("triton-fa2", replace(call, variant=AttentionVariant(True, (20, None), 5.0)))
-
-
-def test_a_sink_is_part_of_the_log_sum_exp() -> None:
-    call = call_of(70, 140, sinks=normal(2, seed=7))
-    arguments = (call.query, call.key, call.value)
-    _, without = prefill(*arguments, return_lse=True)
-    _, lse = prefill(*arguments, sinks=call.sinks, return_lse=True)
-    torch.testing.assert_close(lse, torch.logaddexp(without, call.sinks[:, None]))
-    nothing = torch.full_like(call.sinks, -math.inf)
-    _, lse = prefill(*arguments, sinks=nothing, return_lse=True)
-    torch.testing.assert_close(lse, without)
 
 
 @pytest.mark.parametrize(("name", "q_len"), [("triton-fa2", 70), ("triton-decode", 3)])
@@ -240,35 +226,3 @@ def test_decode_reads_no_keys_before_the_window() -> None:
     for tensor in (call.key, call.value):
         tensor[:, :, : 1500 - 301] = math.nan
     assert torch.equal(find("triton-decode").attention(**call.arguments()), expected)
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_call(data: st.DataObject) -> None:
-    draw = data.draw
-    side = st.none() | st.integers(0, 300)
-    variant = AttentionVariant(
-        draw(st.booleans(), "bottom right"),
-        (draw(side, "left"), draw(side, "right")),
-        draw(st.none() | st.floats(0.1, 50), "soft cap"),
-    )
-    q_lengths, k_lengths = (
-        draw(st.lists(st.integers(0, 200), min_size=2, max_size=2), name)
-        for name in ("queries", "keys")
-    )
-    fields: dict[str, Any] = {
-        "is_causal": draw(st.booleans(), "causal"),
-        "sinks": normal(2, seed=7) if draw(st.booleans(), "sinks") else None,
-        "head_dim": draw(st.sampled_from([16, 40, 64, 128]), "head_dim"),
-        "variant": variant,
-    }
-    q_len, k_len = sum(q_lengths) + 1, sum(k_lengths) + 1
-    verify("triton-fa2", call_of(q_len, k_len, **fields))
-    fields |= {"cu_seqlens_q": offsets(*q_lengths, 1), "cu_seqlens_k": offsets(*k_lengths, 1)}
-    if draw(st.booleans(), "lengths"):
-        used = [draw(st.integers(0, length)) for length in (*k_lengths, 1)]
-        fields["seqused_k"] = lengths(*used)
-    verify("triton-varlen", call_of(q_len, k_len, **fields))
-    fields |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "batch": 3}
-    verify("triton-decode", call_of(draw(st.integers(1, 16), "few"), k_len, **fields))

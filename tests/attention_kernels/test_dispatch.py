@@ -25,7 +25,7 @@ def inputs(
 def picked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the names of the kernels that run."""
     names: list[str] = []
-    for name in ("contiguous_decode", "masked_prefill", "prefill"):
+    for name in ("DecodeOfShape", "masked_prefill", "prefill"):
         kernel = getattr(dispatch, name)
 
         def noted(*tensors: Any, _name: str = name, _kernel: Any = kernel, **options: Any) -> Any:
@@ -41,8 +41,7 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [
-        ("contiguous_decode", (1, 300), {}),
-        ("contiguous_decode", (3, 70, 8, 2), {"enable_gqa": True, "scale": 0.3}),
+        ("DecodeOfShape", (3, 70, 8, 2), {"enable_gqa": True, "scale": 0.3}),
         ("prefill", (40, 70), {"is_causal": True}),
         ("prefill", (16, 70, 16, 2), {"enable_gqa": True}),  # too many rows per key head
         ("prefill", (40, 70), {"attn_mask": True}),
@@ -69,17 +68,21 @@ def test_attention_equals_sdpa(
 def test_wide_heads_are_decoded_where_the_value_is_in_the_key(picked: list[str]) -> None:
     query, key, _ = inputs(1, 50, 128, 1, 320)
     attention(query, key, key[..., :288], enable_gqa=True)
-    assert picked == ["contiguous_decode"]
+    assert picked == ["DecodeOfShape"]
     with pytest.raises(NotImplementedError, match="head dimensions 320 and 288: at most 256"):
         attention(query, key, key[..., :288].clone(), enable_gqa=True)
 
 
-def test_a_call_without_keys_gets_zeros() -> None:
-    query, key, value = inputs(3, 0)
-    assert not attention(query, key, value).any()
+@pytest.mark.parametrize("lengths", [(3, 0), (0, 3)])
+def test_a_call_without_keys_or_queries_gets_zeros(lengths: tuple[int, int]) -> None:
+    query, key, value = inputs(*lengths)
+    output, lse = attention(query, key, value, return_lse=True)
+    assert not output.any()
+    assert (output.shape, lse.shape) == (query.shape, query.shape[:3])
 
 
-QUERY, KEY, VALUE = inputs(40, 70)
+INPUTS = dict(zip(("query", "key", "value"), inputs(40, 70), strict=True))
+QUERY, KEY, VALUE = INPUTS.values()
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "has no dropout"),
     "gradients": ({"query": QUERY.clone().requires_grad_()}, "no backward pass"),
@@ -90,7 +93,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mask beside causal": ({"attn_mask": QUERY, "is_causal": True}, "exclude each other"),
     "shape of the mask": ({"attn_mask": torch.ones(2, 70, device=DEVICE)}, r"\(2, 70\) does not"),
     "dtype of the mask": ({"attn_mask": torch.ones(70, device=DEVICE).int()}, "bool or float"),
-    "device": ({"query": QUERY.cpu(), "key": KEY.cpu(), "value": VALUE.cpu()}, "CUDA GPU"),
+    "device": ({name: each.cpu() for name, each in INPUTS.items()}, "CUDA GPU"),
+    "FP8": ({name: QUERY.to(torch.float8_e4m3fn) for name in INPUTS}, "float8_e4m3fn: convert"),
+    "array": ({"key": KEY.tolist()}, "^key must be a tensor, got list"),
+    "mask in a list": ({"attn_mask": [True]}, "^attn_mask must be a tensor or None, got list"),
+    "no options": ({"options": None}, "^options must be AttentionOptions"),
 }
 
 
@@ -100,6 +107,6 @@ def test_attention_refuses(name: str, picked: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatch, "_wrong_device", dispatch._wrong_device.__wrapped__)
     if name == "device":
         monkeypatch.setattr(dispatch.INTERPRETED, "value", False)
-    with pytest.raises((NotImplementedError, ValueError), match=message):
-        attention(**{"query": QUERY, "key": KEY, "value": VALUE, **changes})
+    with pytest.raises((NotImplementedError, ValueError, TypeError), match=message):
+        attention(**{**INPUTS, **changes})
     assert picked == []

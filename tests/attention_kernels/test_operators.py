@@ -43,7 +43,7 @@ def test_compiled_code_is_one_graph_for_all_lengths() -> None:
 @pytest.mark.parametrize("is_BSHD", [False, True])
 def test_operator_passes_pytorchs_own_checks(q_len: int, is_BSHD: bool) -> None:
     mask = torch.ones(q_len, 30, dtype=torch.bool, device=DEVICE)
-    options = (mask, False, 0.2, "exact", None, False, None, None, None)
+    options = (mask, False, 0.2, "exact", None, False, None, None, None, False, True)
     for return_lse in (False, True):
         torch.library.opcheck(
             torch.ops.attention_kernels.attention.default,
@@ -107,3 +107,5 @@ def test_warm_up_runs_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes[1],
     ]
     assert all(given[4] for given in found)  # is_causal
+    with pytest.raises(TypeError, match=r"each call, got \(1, 4, 20, 32\): pass a list of calls"):
+        ak.warm_up(shapes[0])

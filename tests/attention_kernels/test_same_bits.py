@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attention_kernels import dispatch
+from attention_kernels.decode import split_kv_plan
 from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.quantised_cache import quantise_cache
 from attention_kernels.decode.split_kv import attend_to_cache
@@ -25,8 +26,8 @@ SIZES = (4, 2, 32)
 
 @pytest.fixture(autouse=True, scope="module")
 def _rows_like_in_tensor_cores() -> Iterator[None]:
-    """Let each row of the interpreter's products be summed in the same order, unlike in BLAS, and
-    let even short masks be scanned."""
+    """Let each row of the interpreter's products be summed in the same order, unlike in BLAS, let
+    even short masks be scanned, and let short sequences have the maximum number of parts."""
 
     def product(left: Any, right: Any, dtype: Any) -> Any:
         return (left[:, :, None] * right[None]).sum(1, dtype=dtype)
@@ -34,7 +35,10 @@ def _rows_like_in_tensor_cores() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(np, "matmul", product)
         patched.setattr(dispatch, "WORTH_LOOKING", 0)
+        patched.setattr(split_kv_plan, "PROGRAMS_OF_SEQUENCE", 4)
+        split_kv_plan.plan.cache_clear()
         yield
+    split_kv_plan.plan.cache_clear()
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -67,7 +71,10 @@ def test_masks_are_invariant(dtype: torch.dtype) -> None:
 
 def test_otherwise_bits_depend_on_company_padding_and_chunks() -> None:
     found = different(prefilled(SIZES, [70, 352], False, window=(100, 0)))
-    assert found == ["queries 0 to 70", "queries 70 to 352", "padded on the left"]
+    assert found == [
+        "queries 0 to 70", "queries 70 to 352", "decoded queries 351 to 352",
+        "decoded queries 73 to 80", "packed behind another", "padded on the left",
+    ]  # fmt: skip
     assert different(decoded(SIZES, [600, 1300], 1, None, False))
     assert different(masked((2, 1, 104), 208, 40, False)) == ["masked"]
 

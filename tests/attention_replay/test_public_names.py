@@ -28,7 +28,6 @@ packages = pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.__
 
 
 def imported_for_types(module: ModuleType) -> dict[str, str]:
-    """Return the names that a module imports only for type checkers, with their modules."""
     assert module.__file__ is not None
     return {
         alias.name: node.module

@@ -149,7 +149,7 @@ def test_warnings_that_are_errors_do_not_reach_the_model(tmp_path: Path) -> None
     assert recording.problems
 
 
-@pytest.mark.parametrize("out", ["a\0b", "x" * 300])
+@pytest.mark.parametrize("out", ["a\0b", "x" * 300, "new/" + "x" * 300])
 def test_invalid_directory_is_reported_in_a_sentence_and_leaves_nothing(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ STEPS = {"cogvideo": 4, "flux": 4, "llama": 8}
 
 
 def weights(name: str) -> str:
-    """Return the description of the default tiny model's weights."""
     if pretrained_weights.directory(name):
         return f"built-in, trained; model card models/pretrained/{name}/README.md"
     return "random, seed 0 (built-in tiny configuration)"

@@ -2,7 +2,8 @@
 
 Beyond SDPA, the library supports the bottom-right diagonal, windows and soft caps. `fa3-varlen`
 supports packed sequences and key lengths. `fa3-kvcache` supports key lengths and keys in pages,
-also with packed queries.
+also with packed queries. `fa3-mla` is the same function for absorbed MLA: the columns of query and
+key that the value shares are its arguments `qv` and `v_cache`.
 
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
 and key head (the shape of `q_descale`, `k_descale` and `v_descale`). The drop-in includes this
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
@@ -40,10 +42,17 @@ LIBRARY = Library(
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 
+
+def _value_dim(call: AttentionCall) -> str | None:
+    """Allow narrower values only in DeepSeek's prefill."""
+    dims = call.shape.head_dim, call.shape.v_head_dim
+    return None if dims == (192, 128) else limits.same_value_dim(call)
+
+
 _limits = (
     limits.no_dropout,
     limits.half_precision,
-    limits.same_value_dim,
+    _value_dim,
     limits.max_head_dim(256),
 )
 
@@ -59,7 +68,7 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
     return output_of(LIBRARY.load().flash_attn_varlen_func(**varlen_arguments(call, packed)))
 
 
-def _run_cached(call: Arguments) -> Tensor:
+def _run_cached(call: Arguments, **latent: Tensor) -> Tensor:
     given = {"cache_seqlens": call.seqused_k, "page_table": call.page_table}
     lengths: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
     query, offsets = call.query, call.cu_seqlens_q
@@ -69,10 +78,17 @@ def _run_cached(call: Arguments) -> Tensor:
         query, lengths = query[0], {**lengths, "cu_seqlens_q": offsets, "max_seqlen_q": longest}
     output = output_of(
         LIBRARY.load().flash_attn_with_kvcache(
-            query, call.key, call.value, **lengths, **options(call)
+            query, call.key, call.value, **lengths, **latent, **options(call)
         )
     )
     return output if offsets is None else output[None]
+
+
+def _run_latent(call: Arguments) -> Tensor:
+    (query, query_tail), (_, key_tail) = (
+        each.tensor_split([limits.LATENT_DIM], dim=-1) for each in (call.query, call.key)
+    )
+    return _run_cached(call._replace(query=query_tail, key=key_tail), qv=query)
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -129,10 +145,11 @@ register_adapted(
     prepare=_prepare_varlen,
     features=(*KNOWN, "packed", "key-lengths"),
 )
+_CACHED = replace(LIBRARY, functions=("flash_attn_with_kvcache",))
 _attend_cached, _prepare_cached = on_bshd(_run_cached)
 register_adapted(
     "fa3-kvcache",
-    replace(LIBRARY, functions=("flash_attn_with_kvcache",)),
+    _CACHED,
     _attend_cached,
     (
         *_limits,
@@ -145,4 +162,14 @@ register_adapted(
     "FlashAttention 3's decode over a key/value cache",
     prepare=_prepare_cached,
     features=(*KNOWN, "key-lengths", "packed", "paged"),
+)
+_attend_latent, _prepare_latent = on_bshd(_run_latent)
+register_adapted(
+    "fa3-mla",
+    _CACHED,
+    _attend_latent,
+    (limits.head_dims(576), limits.decode_or_key_lengths, *limits.ABSORBED_MLA),
+    "FlashAttention 3's decode with absorbed latent attention",
+    prepare=_prepare_latent,
+    features=("bottom-right", "key-lengths", "paged"),
 )

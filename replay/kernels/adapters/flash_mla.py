@@ -28,13 +28,6 @@ LIBRARY = Library(
     needs="9.0",
 )
 
-V_HEAD_DIM = 512
-
-
-def _v_head_dim(call: AnyCall) -> str | None:
-    found = call.value.shape[-1]
-    return None if found == V_HEAD_DIM else f"value head_dim {found}: needs {V_HEAD_DIM}"
-
 
 def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     library, lengths = LIBRARY.load(), call.seqused_k
@@ -49,7 +42,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
             pages,
             call.page_table,
             lengths,
-            V_HEAD_DIM,
+            limits.LATENT_DIM,
             schedule,
             splits,
             softmax_scale=call.scale,
@@ -66,14 +59,10 @@ register_adapted(
     LIBRARY,
     at_once(_prepare),
     (
-        limits.no_dropout,
-        limits.half_precision,
-        limits.head_dims(576, V_HEAD_DIM),
+        limits.head_dims(576, limits.LATENT_DIM),
         limits.needs_pages,
         limits.page_size_of(64),
-        limits.value_in_key,
-        _v_head_dim,
-        limits.causal_only_square,
+        *limits.ABSORBED_MLA,
     ),
     "FlashMLA's decode with absorbed latent attention (Hopper)",
     prepare=_prepare,

@@ -1,12 +1,13 @@
-"""FlashInfer (`flashinfer-python`): prefill with its FA2 and FA3 kernels, and paged decode.
+"""FlashInfer (`flashinfer-python`): prefill with its FA2 and FA3 kernels, paged decode, and MLA.
 
 The library's tensors are (S, H, D), without a batch dimension. A batch of one goes through
 `single_prefill_with_kv_cache`. A larger batch is concatenated for
 `BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` distributes the work and whose `run` performs
 it. The drop-in includes `plan` and `run`, as for a single call. The core is `run` only, as for the
 later layers of a model, which share one plan. Decode goes through
-`BatchDecodeWithPagedKVCacheWrapper`: SDPA's key and value are first copied into pages. The drop-in
-includes this copy; the core does not.
+`BatchDecodeWithPagedKVCacheWrapper`, and absorbed MLA over pages through
+`BatchMLAPagedAttentionWrapper`. Recorded pages are read in place. Other keys and values are first
+copied into pages; the drop-in includes this copy, the core does not.
 
 The FA2 kernels take a bool mask shared by all heads, unless there is a window; FA3 takes no mask.
 Causal masks and windows are aligned bottom right; windows reach to the left only. Packed sequences
@@ -20,7 +21,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,11 @@ from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
-from replay.kernels.layout import Packed, even_offsets, in_layout, thd, unit_stride
+from replay.kernels.layout import Packed, bshd, even_offsets, in_layout, thd, unit_stride
 from replay.kernels.libraries import Library
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
-from replay.kernels.wrapping import adapt, register_adapted
+from replay.kernels.wrapping import adapt, at_once, register_adapted
 
 LIBRARY = Library(
     module="flashinfer",
@@ -183,29 +184,61 @@ def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 
 
+class _Pages(NamedTuple):
+    """The pages of all sequences, one sequence after the other."""
+
+    offsets: Tensor
+    """Starts of the sequences in `numbers`, (B + 1,) int32."""
+    numbers: Tensor
+    lengths: Tensor
+    """Number of keys of each sequence, (B,) int32."""
+    page_size: int
+
+    @property
+    def last_lengths(self) -> Tensor:
+        """Number of keys in the last page of each sequence, (B,) int32."""
+        return self.lengths - (self.offsets.diff() - 1) * self.page_size
+
+    @classmethod
+    def of(cls, call: AnyCall, page_size: int) -> _Pages:
+        """Return a call's own pages, or the pages of `page_size` keys that `_paged` makes."""
+        batch, length = call.query.shape[0], call.key.shape[2]
+        device, lengths, table = call.query.device, call.seqused_k, call.page_table
+        if table is not None:
+            page_size = length
+        else:
+            count = -(-length // page_size)
+            table = torch.arange(batch * count, dtype=torch.int32, device=device).view(batch, count)
+        if lengths is None:
+            lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+        counts = (lengths + page_size - 1) // page_size
+        is_used = torch.arange(table.shape[1], device=device) < counts[:, None]
+        offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(offsets, table[is_used], lengths, page_size)
+
+
 def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
-    batch, heads, _, head_dim = call.query.shape
-    kv_heads, length = call.key.shape[1:3]
-    device = call.query.device
-    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-    if call.seqused_k is not None:
-        lengths = call.seqused_k
-    pages = (lengths + page_size - 1) // page_size
-    places = torch.arange(-(-length // page_size), dtype=torch.int32, device=device)
-    numbers = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * len(places) + places
+    pages = _Pages.of(call, page_size)
     wrapper.plan(
-        torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0)),
-        numbers[places < pages[:, None]],
-        lengths - (pages - 1) * page_size,
-        heads,
-        kv_heads,
-        head_dim,
-        page_size,
+        pages.offsets,
+        pages.numbers,
+        pages.last_lengths,
+        call.query.shape[1],
+        call.key.shape[1],
+        call.query.shape[3],
+        pages.page_size,
         q_data_type=call.query.dtype,
         kv_data_type=call.key.dtype,
         sm_scale=call.scale,
         **_window_and_cap(call.variant.window[0], call.variant.softcap),
     )
+
+
+def _cache(call: AnyCall, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return key and value as (pages, page_size, H, D)."""
+    if call.page_table is not None:
+        return bshd(call.key), bshd(call.value)
+    return _paged(call.key, page_size), _paged(call.value, page_size)
 
 
 def _tensor_cores(call: AnyCall) -> bool:
@@ -217,16 +250,37 @@ def _decode(call: Arguments, page_size: int) -> Tensor:
     """Run paged decode, including the copy into pages and the plan."""
     wrapper = _wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
-    cache = (_paged(call.key, page_size), _paged(call.value, page_size))
-    return wrapper.run(unit_stride(call.query)[:, :, 0], cache)[:, :, None]
+    return wrapper.run(unit_stride(call.query)[:, :, 0], _cache(call, page_size))[:, :, None]
 
 
 def _prepare_decode(call: AttentionCall, page_size: int) -> Callable[[], Tensor]:
     wrapper = _new_wrapper(DECODE, call.device, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
-    query = call.query[:, :, 0].contiguous()
-    cache = (_paged(call.key, page_size), _paged(call.value, page_size))
+    query, cache = call.query[:, :, 0].contiguous(), _cache(call, page_size)
     return lambda: wrapper.run(query, cache)[:, :, None]
+
+
+def _prepare_latent(call: AnyCall) -> Callable[[], Tensor]:
+    """Plan absorbed MLA; the value's columns of query and key come before the others."""
+    name, device, dtype = "BatchMLAPagedAttentionWrapper", call.query.device, call.query.dtype
+    wrapper = getattr(LIBRARY.load(), name)(_workspace(name, device))
+    batch, heads, _, head_dim = call.query.shape
+    parts = limits.LATENT_DIM, head_dim - limits.LATENT_DIM
+    pages = _Pages.of(call, 0)
+    wrapper.plan(
+        even_offsets(batch, 1, device),
+        *pages[:3],
+        heads,
+        *parts,
+        pages.page_size,
+        False,  # not causal: a single query sees all keys
+        head_dim**-0.5 if call.scale is None else call.scale,
+        dtype,
+        dtype,
+    )
+    queries = [each.contiguous() for each in call.query[:, :, 0].split(parts, dim=2)]
+    keys = call.key[:, 0].split(parts, dim=2)
+    return lambda: wrapper.run(*queries, *keys)[:, :, None]
 
 
 for _backend, _library, _mask in (
@@ -273,8 +327,17 @@ def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         f"FlashInfer's decode over a cache of pages of {page_size} keys",
         prepare=partial(_prepare_decode, page_size=page_size),
         options=_decode_kernel,
-        features=(*_KNOWN, "key-lengths"),
+        features=(*_KNOWN, "key-lengths", "paged"),
     )
 
 
 register(_decode_kernel())
+register_adapted(
+    "flashinfer-mla",
+    replace(LIBRARY, functions=("BatchMLAPagedAttentionWrapper",)),
+    at_once(_prepare_latent),
+    (limits.head_dims(576), limits.needs_pages, limits.decode_only, *limits.ABSORBED_MLA),
+    "FlashInfer's decode with absorbed latent attention over pages",
+    prepare=_prepare_latent,
+    features=("bottom-right", "paged"),
+)

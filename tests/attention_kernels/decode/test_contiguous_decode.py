@@ -72,12 +72,6 @@ def test_cache_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cache(key, value, indices=indices).access(False) == "indirect"
 
 
-@pytest.mark.parametrize("q_heads", [2, 40, 140])
-def test_groups_of_one_tile_and_of_several(q_heads: int) -> None:
-    tensors = inputs(q_heads=q_heads)
-    assert_near(contiguous_decode(*tensors), attend(*tensors).output)
-
-
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 def test_splits_change_nothing_but_rounding(splits: int) -> None:
     """If 7 blocks of keys are split into 40 parts, most parts are empty."""

@@ -1,6 +1,8 @@
 """Decoding works if the value is the first part of the key: DeepSeek's absorbed attention."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from attention_kernels.decode.paging import page
 from attention_kernels.decode.split_kv import attend_to_cache
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
+from attention_kernels.operators import attention
 from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
@@ -87,11 +90,12 @@ def test_many_rows_are_merged_in_parts(processors: int, monkeypatch: pytest.Monk
     assert not counters.any()
 
 
-def test_plans_depend_on_whether_the_value_is_in_the_key() -> None:
+@pytest.mark.parametrize("run", [contiguous_decode, partial(attention, enable_gqa=True)])
+def test_plans_depend_on_where_the_value_is(run: Callable[..., Tensor]) -> None:
     query, key, value = inputs(4, 32, 16)
     other = half(2, 1, 150, 48, seed=3)[..., :32]  # equal strides, but other memory
-    for each in (value, other, value):
-        assert_near(contiguous_decode(query, key, each), eager.attend(query, key, each).output)
+    for each in (value, other, other.contiguous(), value):
+        assert_near(run(query, key, each), eager.attend(query, key, each).output)
 
 
 @pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])

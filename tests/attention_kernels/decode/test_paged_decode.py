@@ -69,14 +69,6 @@ def test_pages_are_out_of_order_and_the_same_each_time() -> None:
     assert torch.equal(token, key[1, :, 50])
 
 
-def test_a_sequence_without_tokens_gets_zeros() -> None:
-    cache = page(half(2, 2, 20, 32), half(2, 2, 20, 32), 16)
-    cache = cache._replace(lengths=lengths(20, 0))
-    output = paged_decode(half(2, 2, 1, 32), *poisoned(cache))
-    assert output[0].isfinite().all()
-    assert not output[1].any()
-
-
 @pytest.mark.parametrize("name", ["triton-paged-decode", "triton-paged-decode[page_size=7]"])
 @pytest.mark.parametrize("at_end", [True, False])
 def test_the_kernel_on_padded_batches(name: str, at_end: bool) -> None:

@@ -15,18 +15,22 @@ from tests.attention_kernels.ptx import Compiled, compile_for_hopper, unfenced_a
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import hopper_prefill
+from attention_kernels.hopper.head_groups import VisibleKeys
 from attention_kernels.hopper.operands import are_loadable, loadable_mask
 from attention_kernels.hopper.pipeline import CONSUMERS_NAMED, LOADER_REGISTERS
 from attention_kernels.hopper.schedule import (
+    MIDDLE,
     NARROW,
     SHARED_BYTES,
     Dims,
     Schedule,
+    WholeCall,
     dims_of,
     room_for,
     schedule,
 )
 from attention_kernels.hopper.scores import ROWS
+from attention_kernels.options import INVARIANT, AttentionOptions
 from attention_kernels.quantised.quantised_hopper import tile_for
 
 PACKED = (
@@ -41,9 +45,9 @@ COMPILED: list[Compiled] = [
         (128, 128, 1, 4096, "triton-fa3", ""),
         (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
         (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
-        (192, 128, 1, 4096, "triton-fa3", ""),
         (256, 256, 1, 4096, "triton-fa3", "variant=AttentionVariant(softcap=50.0)"),
-        (128, 128, 1, 4096, "triton-varlen", PACKED),
+        (80, 80, 1, 4096, "triton-varlen", PACKED),
+        (72, 72, 1, 4096, "triton-fa3", ""),
     )
 ]
 QUANTISED: list[Compiled] = [
@@ -97,7 +101,9 @@ ALL_DIMS = sorted({dims_of(*each) for each in itertools.product(HEAD_DIMS, HEAD_
 
 
 @pytest.mark.parametrize(
-    "plan", {plan for plan, _ in NARROW} | {schedule(dims, 1, 4096) for dims in ALL_DIMS}, ids=str
+    "plan",
+    {MIDDLE, *(plan for plan, _ in NARROW), *(schedule(dims, 1, 4096) for dims in ALL_DIMS)},
+    ids=str,
 )
 def test_registers_of_all_warp_groups_fit(plan: Schedule) -> None:
     threads = 128
@@ -110,11 +116,16 @@ def test_registers_of_all_warp_groups_fit(plan: Schedule) -> None:
 @pytest.mark.parametrize("seen", [1024, 4096])
 @pytest.mark.parametrize("dims", ALL_DIMS)
 def test_everything_fits_in_shared_memory(dims: Dims, seen: int, mask_size: int) -> None:
-    plan = schedule(dims, 4, seen, mask_size)
+    whole = WholeCall(VisibleKeys(seen, seen, 0, None, None, 1, 1), 4, 132)
+    for call in (None, whole):
+        check_room(dims, schedule(dims, 4, seen, mask_size, call), mask_size)
+
+
+def check_room(dims: Dims, plan: Schedule, mask_size: int) -> None:
     room = room_for(dims, plan, mask_size)
     rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
-    numbers = (rows + keys) * (dims.main + dims.rest) + keys * dims.value
-    numbers += rows * room.output_columns
+    numbers = (rows + keys) * dims.of_query + keys * dims.of_value
+    numbers += rows * (room.output_columns + dims.value_rest)
     mask = rows * plan.keys * room.mask_stages * mask_size
     assert 2 * numbers + mask <= SHARED_BYTES
     assert room.mask_stages in ((1, 2) if mask_size else (0,))
@@ -195,7 +206,8 @@ def plan_of(
     value: torch.Tensor,
     lengths: Any = None,
     sinks: tuple[int, ...] | None = None,
-) -> hopper_prefill._Planned:
+    options: AttentionOptions | None = None,
+) -> hopper_prefill._PlannedPrefill:
     tensors = (query, key, value, query)
     return hopper_prefill._planned(
         tuple(each.shape for each in tensors),
@@ -204,13 +216,41 @@ def plan_of(
         (query.device, key.device, value.device),
         False,
         None,
-        None,
+        options,
         lengths,
         None,
         None,
         (False, None),
         sinks,
     )
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_only_invariant_calls_of_any_size_cut_up_keys_alike(head_dim: int) -> None:
+    def plans(options: AttentionOptions | None) -> set[tuple[int | None, ...]]:
+        found = set()
+        for batch, length in ((1, 64), (1, 4250), (2, 2048), (40, 4096)):
+            tensor = empty(batch, 10, length, head_dim)
+            launch = plan_of(tensor, tensor, tensor, options=options).call.launch
+            last = dict(zip(launch._kernel.arg_names[::-1], launch._rest[::-1], strict=False))
+            names = ("CONSUMERS", "HEADS", "KEYS", "share_row", "share_each")
+            found.add(tuple(last[name] for name in names))
+        return found
+
+    assert len(plans(INVARIANT)) == 1 < len(plans(None))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("q_len", "begins_early"), [(1000, True), (1024, False), (16384, False)])
+def test_tma_stores_no_tile_that_begins_before_the_first_query(
+    q_len: int, begins_early: bool
+) -> None:
+    options = AttentionOptions(bottom_right=True, window=(None, 0), invariant=True)
+    query, key = empty(1, 4, q_len, 128), empty(1, 4, 16384, 128)
+    assert plan_of(query, key, key, options=options).has_pointer == begins_early
+    padded = plan_of(query, key, key, ("padded", 1, q_len), options=options)
+    assert padded.has_pointer, "only the GPU knows where tiles begin"
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from attention_kernels.hopper import key_ranges
+from attention_kernels.hopper import key_ranges, persistent
 from attention_kernels.hopper.head_groups import VisibleKeys, most_cut
 from attention_kernels.hopper.key_ranges import CallBounds, ElementBounds
 
 key_blocks_of, element_bounds_of = key_ranges.key_blocks_of.fn, key_ranges.element_bounds_of.fn
 masked_of, block_at = key_ranges.masked_of.fn, key_ranges.block_at.fn
+first_query_of, has_tile = key_ranges.first_query_of.fn, persistent.has_tile.fn
+NOT_SHARED = SimpleNamespace(share=None)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +30,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
         int32=int,
     )
     monkeypatch.setitem(key_blocks_of.__globals__, "gl", plain)
+    monkeypatch.setattr(persistent, "tile_exists", key_ranges.tile_exists.fn)
 
 
 class Pointer:
@@ -111,6 +114,61 @@ def test_blocks(
                 for query, key in itertools.product(range(own, own + rows // 2), range(kv_len)):
                     seen_by = sees(element, bounds, query, key)
                     assert not (seen_by and key // keys in numbered[:skipped])
+
+
+Visited = dict[int, list[tuple[int, bool]]]
+
+
+def visited_by_chunk(
+    begin: int, end: int, tile: tuple[int, int], left: int | None, is_aligned: bool, early: int
+) -> Visited:
+    """Return the visible blocks of a causal chunk's queries in order, and whether each needs a
+    mask. Tiles begin up to `early` rows before the chunk."""
+    rows, keys = tile
+    visible = VisibleKeys(end - begin + early, end, begin - early, left, 0, rows, keys)
+    cut = most_cut(visible, has_lengths=False)
+    bounds = CallBounds(
+        end - begin, end, None, left, 0, cut, aligned_to=rows if is_aligned else None
+    )
+    element, found = element_bounds_of(0, bounds), Visited()
+    for number in range(-1, -(-visible.q_len // rows)):  # -1 is a number without a tile
+        first = first_query_of(number, element, bounds, rows)
+        if not has_tile(0, first, element, NOT_SHARED, bounds, rows, keys, True):
+            continue
+        assert number >= 0
+        assert first >= -early
+        blocks = key_blocks_of(first, element, bounds, rows, keys)
+        masked = masked_of(blocks, bounds)
+        order = [block_at(place, blocks, bounds) for place in range(blocks[3] - blocks[0])]
+        for query in range(max(first, 0), min(first + rows, end - begin)):
+            assert begin + query not in found, "a query in two tiles"
+            found[begin + query] = [
+                (block, place < masked)
+                for place, block in enumerate(order)
+                if any(
+                    sees(element, bounds, query, key)
+                    for key in range(block * keys, (block + 1) * keys)
+                )
+            ]
+    assert sorted(found) == list(range(begin, end))
+    return found
+
+
+@pytest.mark.parametrize("left", [None, 5, 20, 40])
+@pytest.mark.parametrize("tile", [(4, 4), (8, 4), (4, 16), (16, 4)])
+def test_aligned_tiles_visit_a_querys_keys_in_one_order(
+    tile: tuple[int, int], left: int | None
+) -> None:
+    rows, _ = tile
+    whole = visited_by_chunk(0, 100, tile, left, True, 0)
+    chunks = list(itertools.pairwise([0, 5, 13, 29, 46, 64, 83, 100]))
+    for begin, end in chunks:
+        for early in (begin % rows, rows - 1):
+            chunk = visited_by_chunk(begin, end, tile, left, True, early)
+            assert chunk.items() <= whole.items()
+    plain = [visited_by_chunk(*chunk, tile, left, False, 0) for chunk in chunks]
+    is_narrow = left == 5  # every block needs a mask
+    assert all(chunk.items() <= whole.items() for chunk in plain) == is_narrow
 
 
 def test_most_blocks_need_no_mask() -> None:

@@ -81,16 +81,19 @@ def test_later_launches_pass_addresses_to_what_the_first_compiled() -> None:
     assert len(kernel.compiled) == 1
     assert kernel.compiled[0][1:2] + kernel.compiled[0][3:] == (None, 7, 64)
     assert isinstance(kernel.compiled[0][0], Tensor)
-    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
+    launch.repeat(query.data_ptr(), None, output.data_ptr())
+    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)] * 2
 
 
 def test_unaligned_addresses_get_separate_programs() -> None:
     kernel = Kernel()
     launch = launch_of(kernel)
     even, odd = aligned(), aligned()[1:]
-    for query, output in ((even, even), (odd, even), (even, odd), (odd, odd)):
+    for query, output in ((odd, even), (even, odd), (odd, odd), (even, even)):
+        assert not launch.is_compiled
         for _ in range(2):
             launch(query, None, output)
+    assert launch.is_compiled
     assert len(kernel.compiled) == len(kernel.launched) == 4
 
 
@@ -151,19 +154,6 @@ def test_tensor_is_described_again_when_another_program_is_compiled() -> None:
     launch(second, None, aligned()[1:])
     assert kernel.compiled[1][0].base is second
     assert kernel.compiled[1][0].block_shape == kept.block_shape
-
-
-def test_addresses_alone_launch_what_was_compiled() -> None:
-    kernel = Kernel()
-    launch = launch_of(kernel)
-    assert not launch.is_compiled
-    launch(aligned()[1:], None, aligned())
-    assert not launch.is_compiled  # not compiled for multiples of 16
-    query, output = aligned(), aligned()
-    launch(query, None, output)
-    assert launch.is_compiled
-    launch.repeat(query.data_ptr(), None, output.data_ptr())
-    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
 
 
 def test_tensors_elsewhere_are_refused() -> None:

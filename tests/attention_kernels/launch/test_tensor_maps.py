@@ -32,7 +32,6 @@ class Launcher:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the addresses for which maps are made."""
     addresses: list[Any] = []
 
     def fill(address: int, *of_map: Any) -> tuple[Any, ...]:

@@ -75,17 +75,6 @@ def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
     torch.testing.assert_close(output[:, :, others], expected[:, :, others], rtol=0, atol=0)
 
 
-def test_rows_that_see_nothing_read_nothing() -> None:
-    """Padding rows at the beginning see no key, so even NaN in the padding reaches no output."""
-    counts = torch.arange(256, device=DEVICE) >= 128
-    call = masked_call(counts[:, None] & counts)
-    for tensor in (call.key, call.value):
-        tensor[:, :, :128] = math.nan
-    output = find("triton-masked").attention(**call.arguments())
-    assert not output[:, :, :128].any()
-    assert output.isfinite().all()
-
-
 def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
     mask = band(150, 300, 40)
     first, second = masked_call(mask), masked_call(mask, seed=5)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -120,39 +118,6 @@ def test_a_mask_with_others_numbers_behind_its_rows(head_dim: int) -> None:
 def test_strides(layout: str, head_dim: int) -> None:
     call = call_of((2, 2, 2, 70, 140, head_dim, head_dim), is_causal=True)
     verify(call.with_tensors({name: LAYOUTS[layout](x) for name, x in call.tensors().items()}))
-
-
-@pytest.mark.usefixtures("size")
-@pytest.mark.slow
-@settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(data=st.data())
-def test_any_call(data: st.DataObject) -> None:
-    draw = data.draw
-    dtype = draw(st.sampled_from([HALF, BRAIN, SINGLE]), "dtype")
-    kv_heads = draw(st.integers(1, 2), "key heads")
-    sizes = (
-        draw(st.integers(1, 2), "batch"),
-        kv_heads * draw(st.integers(1, 3), "group"),
-        kv_heads,
-        draw(st.integers(1, 260), "queries"),
-        draw(st.integers(1, 260), "keys"),
-        draw(st.sampled_from([8, 40, 64, 72, 128]), "head_dim"),
-        draw(st.sampled_from([16, 64, 80, 128]), "value head_dim"),
-    )
-    call = call_of(sizes, dtype=dtype, is_causal=draw(st.booleans(), "causal"))
-    tensors = {
-        name: LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)), name)](tensor)
-        for name, tensor in call.tensors().items()
-    }
-    if draw(st.booleans(), "masked"):
-        shape = MASKS[draw(st.sampled_from(sorted(MASKS)), "mask")](*sizes[:2], *sizes[3:5])
-        tensors["attn_mask"] = mask_of(shape, draw(st.sampled_from([torch.bool, dtype]), "of"))
-    verify(call.with_tensors(tensors))
 
 
 def test_a_mask_of_the_lowest_number_is_not_minus_infinity() -> None:

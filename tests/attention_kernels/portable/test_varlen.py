@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
+from attention_kernels.portable.varlen import key_ranges, packed_prefill, padded_prefill
 from replay.kernels.registry import catalogue
 from tests.attention_kernels.calls import DEVICE, assert_near, assert_right, call_of, half, offsets
 from tests.attention_kernels.eager import attend
@@ -94,15 +94,3 @@ def test_the_drop_in_and_its_core(is_causal: bool, shared: bool) -> None:
     reference = attend(call.query, call.key, call.value, mask, is_causal, 0.2).output
     assert_right(kernel.attention(**call.arguments()), reference, call)
     assert_right(kernel.prepare(call)(), reference, call)
-
-
-def test_ranges_can_be_a_models_own() -> None:
-    query, key, value = (half(2, 2, 40, 64, seed=seed) for seed in range(3))
-    starts, lengths = (
-        torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 4], [9, 30])
-    )
-    for first, ranges in ((starts, [(0, 9), (4, 30)]), (None, [(0, 9), (0, 30)])):
-        output = padded_prefill(query, key, value, KeyRanges(first, lengths))
-        mask = padding(ranges, 40)[:, None, None]
-        expected = attend(query, key, value, mask).output
-        assert_near(output, expected)

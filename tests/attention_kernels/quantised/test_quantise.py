@@ -108,17 +108,6 @@ def test_any_shape_stride_and_magnitude(
     check(key, value, torch.int8, smooth_k)
 
 
-def test_a_mean_leaves_int8_its_range() -> None:
-    """With smoothing, an offset of 20 standard deviations costs no accuracy."""
-    key = random(1, 1, 256, 64, offset=0)
-    shifted = (key.float() + 20).to(torch.bfloat16)
-    plain, smooth = (
-        quantise_key_value(shifted, key, smooth_k=smooth).key_scale for smooth in (False, True)
-    )
-    assert plain.min() > 20 / 127
-    assert smooth.max() < 5 / 127
-
-
 def test_a_pattern_that_recurs_does_not_mislead_the_sample() -> None:
     """One key in 32 is an outlier, like an image's column; samples must not all be outliers."""
     key = random(1, 1, 4096, 64)

@@ -20,7 +20,6 @@ from attention_kernels.quantised.quantised_prefill import (
 )
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
-from replay.accuracy.errors import compare
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 from tests.attention_kernels import calls
@@ -94,20 +93,6 @@ def test_sequences_are_separate(each: list[int], key_dtype: torch.dtype, smooth_
             assert torch.equal(together.key_mean[n], alone.key_mean[0])
 
 
-def test_padded_batches_quantise_valid_keys_only() -> None:
-    key, value = (normal(3, 2, 300, 64, dtype=torch.float16, seed=seed) for seed in (1, 2))
-    starts, counts = lengths(0, 100, 299), lengths(130, 200, 1)
-    padded = Lengths("padded", 3, 0, None, starts, counts)
-    together = quantise_key_value(key, value, torch.int8, True, True, True, padded)
-    for n in range(3):
-        own = slice(int(starts[n]), int(starts[n] + counts[n]))
-        alone = quantise_key_value(key[n:, :, own], value[n:, :, own], torch.int8, True, True, True)
-        groups = alone.key_scale.shape[2]
-        assert torch.equal(together.key[n, :, : groups * GROUP], alone.key[0])
-        assert torch.equal(together.key_scale[n, :, :groups], alone.key_scale[0])
-        assert torch.equal(together.key_mean[n], alone.key_mean[0])
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -134,24 +119,6 @@ def test_packed(form: str, name: str, is_prepared: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_with_head_dim_256(name: str) -> None:
     verify(name, call_of(201, 320, 256, **PACKED, **VARIANTS["all"]), is_prepared=False)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_packed_sequence_equals_the_sequence_alone(name: str) -> None:
-    """Outputs may differ only by rounded probabilities: few queries have other blocks."""
-    call = call_of(201, 320, **PACKED, is_causal=True, q_heads=4, kv_heads=2)
-    output = find(name).attention(**call.arguments())
-    at_q, at_k = offsets(*Q_LENGTHS), offsets(*K_LENGTHS)
-    for n in (0, 2):
-        q_rows, k_rows = slice(at_q[n], at_q[n + 1]), slice(at_k[n], at_k[n + 1])
-        alone = find(name).attention(
-            call.query[:, :, q_rows],
-            call.key[:, :, k_rows],
-            call.value[:, :, k_rows],
-            is_causal=True,
-            enable_gqa=True,
-        )
-        torch.testing.assert_close(output[:, :, q_rows], alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -253,18 +220,6 @@ def test_blocks_that_a_mask_hides_are_not_visited(fp8_value: bool) -> None:
     visited = visited_blocks_of(call.query, quantised, call.attn_mask)
     output = attend_to_quantised(call.query, quantised, attn_mask=call.attn_mask, visited=visited)
     assert torch.equal(output, expected)
-
-
-def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
-    mask = band(150, 300, 40)
-    first, second = masked_call(mask), masked_call(mask, seed=5)
-    quantised = [
-        quantise_key_value(call.key, call.value, torch.int8, True) for call in (first, second)
-    ]
-    visited = visited_blocks_of(first.query, quantised[0], mask)
-    expected = attend_to_quantised(second.query, quantised[1], attn_mask=mask)
-    output = attend_to_quantised(second.query, quantised[1], attn_mask=mask, visited=visited)
-    assert compare(output, expected).relative_l1 == 0
 
 
 def test_unsupported_masks_are_refused() -> None:

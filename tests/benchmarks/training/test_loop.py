@@ -21,8 +21,6 @@ def model() -> nn.Linear:
 
 
 def loss_of(module: nn.Module) -> loop.Loss:
-    """Return the loss of a regression on random inputs and targets."""
-
     def loss(generator: torch.Generator, _: float) -> Tensor:
         inputs = torch.randn(8, 4, generator=generator)
         error: Tensor = (module(inputs) - inputs[:, :2]).square().mean()

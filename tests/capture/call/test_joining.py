@@ -39,7 +39,6 @@ def queries_of(call: AttentionCall, *ends: int) -> list[AttentionCall]:
 
 
 def is_same(joined: AttentionCall, call: AttentionCall) -> bool:
-    """Return whether two calls are equal, bit for bit."""
     ours, theirs = joined.tensors(), call.tensors()
     return (
         ours.keys() == theirs.keys()

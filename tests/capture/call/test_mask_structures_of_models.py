@@ -26,7 +26,6 @@ LOWEST = torch.zeros(2, 1, 10, 10).masked_fill_(
 
 
 def tiny(name: str, **config: Any) -> Any:
-    """Return a model of a transformers family, with random weights."""
     torch.manual_seed(0)
     auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
     made = transformers.AutoConfig.for_model(name, **SIZES, **config)
@@ -34,7 +33,6 @@ def tiny(name: str, **config: Any) -> Any:
 
 
 def generating(**options: Any) -> Run:
-    """Return a run that generates three tokens."""
     usual = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "pad_token_id": 0}
     return lambda model: model.generate(IDS, max_new_tokens=3, **{**usual, **options})
 

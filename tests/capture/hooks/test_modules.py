@@ -20,7 +20,6 @@ CALL = nn.Module._call_impl
 
 
 def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[CallSite]:
-    """Return the site of every SDPA call made by `run`."""
     tracker = ModuleTracker(roots)
     sites: list[CallSite] = []
 

@@ -8,25 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.call.head_ranges import parse_ranges, ranges
+from capture.call.head_ranges import parse_ranges
 from capture.cli.file_checks import check_files
 from capture.errors import RecordingWarning
 from capture.recording.heads import kv_heads_of, pick
 from tests.factories import random_call
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers", "again"),
-    [
-        ("0", (0,), "0"),
-        ("0,2,8-11", (0, 2, 8, 9, 10, 11), "0,2,8-11"),
-        (" 3 , 1-2,2 ", (1, 2, 3), "1-3"),
-        ("5-5", (5,), "5"),
-    ],
-)
-def test_ranges(text: str, numbers: tuple[int, ...], again: str) -> None:
-    assert parse_ranges(text) == numbers
-    assert ranges(numbers) == again
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "-1", "3-", "2-1", "1-2-3", "65536", "0-99999999"])

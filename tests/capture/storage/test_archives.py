@@ -25,7 +25,6 @@ Members = Iterable[tuple[str, bytes]]
 
 @pytest.fixture
 def recorded(tmp_path: Path, make_call: MakeCall) -> Path:
-    """Directory with two recorded calls."""
     calls = (make_call(call_index=index) for index in range(2))
     return write_dataset(tmp_path / "calls", *calls).directory
 

@@ -40,7 +40,6 @@ def served(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recorded(served: Path, make_call: MakeCall) -> Path:
-    """Directory with three recorded calls."""
     calls = (make_call(call_index=index) for index in range(3))
     return write_dataset(served / "org" / "name" / "calls", *calls).directory
 

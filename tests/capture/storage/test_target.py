@@ -260,6 +260,14 @@ def test_capture_is_ended_by_itself_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert calls(tmp_path) == {"model": [0, 1]}
 
 
+def test_capture_waits_until_another_has_written_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 0.0)
+    with locks.locked(tmp_path), pytest.raises(CaptureError, match="another process keeps it"):
+        started(tmp_path, "model", range(1))
+
+
 def test_reader_delays_no_capture(tmp_path: Path) -> None:
     _, journal = started(tmp_path, "model", range(2))
     journal.close()

@@ -111,10 +111,10 @@ def test_tensors_may_be_on_another_gpu_than_the_current() -> None:
 
 def test_operator_passes_pytorchs_own_checks() -> None:
     query, key, value = tensors(300, 300)
-    arguments = (query, key, value, None, True, None, "exact", None, False, None, None, None)
+    options = (None, True, None, "exact", None, False, None, None, None, False, True)
     for return_lse in (False, True):
         torch.library.opcheck(
-            torch.ops.attention_kernels.attention.default, (*arguments, return_lse)
+            torch.ops.attention_kernels.attention.default, (query, key, value, *options, return_lse)
         )
 
 

@@ -18,17 +18,25 @@ from tests.attention_kernels.invariant_calls import (
     prefilled,
 )
 
+BFLOAT = torch.bfloat16
 ENDS = [64, 201, 1100, 1165, 2311, 2500]
 HOPPER_SIZES = [(8, 2, 64), (3, 3, 64), (4, 2, 128), (2, 2, 96), (2, 1, 256)]
-OPTIONS: list[dict[str, Any]] = [{}, {"window": (300, 0)}]
 CASES: list[tuple[Sizes, dict[str, Any]]] = [
-    *((sizes, options) for sizes in HOPPER_SIZES for options in OPTIONS),
+    *((sizes, {}) for sizes in HOPPER_SIZES),
+    ((2, 1, 192), {"v_dim": 128}),
+    ((8, 2, 64), {"window": (300, 0)}),
+    ((4, 2, 128), {"window": (300, 0)}),
     ((3, 3, 64), {"window": (1200, 0)}),
     ((2, 1, 256), {"window": (1200, 0)}),
     ((8, 2, 64), {"softcap": 20.0}),
     ((4, 2, 128), {"dtype": torch.bfloat16}),
 ]
-"""Each case needs six programs, which take seconds to compile."""
+"""Each case needs seven programs, which take seconds to compile."""
+
+
+def test_long_prefill_in_chunks() -> None:
+    """Chunks of 64, 100, 1000, 14220 and 1000 queries; most begin within a tile."""
+    assert different(prefilled((32, 8, 128), [64, 164, 1164, 15384, 16384], True)) == []
 
 
 @pytest.mark.parametrize(("sizes", "options"), CASES, ids=str)
@@ -48,11 +56,17 @@ def test_portable_prefill(
     assert different(prefilled(sizes, [64, 201, 1100], True, dtype, window=(left, 0))) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
-@pytest.mark.parametrize("sizes", HOPPER_SIZES[::2], ids=str)
-def test_masks(sizes: Sizes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "left"),
+    [
+        *((sizes, dtype, None) for sizes in HOPPER_SIZES[::2] for dtype in (torch.bool, BFLOAT)),
+        ((4, 2, 128), torch.bool, 300),
+    ],
+    ids=str,
+)
+def test_masks(sizes: Sizes, dtype: torch.dtype, left: int | None) -> None:
     for begin in (64, 1165):
-        assert different(masked(sizes, 2500, begin, True, dtype)) == []
+        assert different(masked(sizes, 2500, begin, True, dtype, left)) == []
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from replay.kernels.registry import catalogue
-from tests.attention_kernels.calls import offsets, verify
+from tests.attention_kernels.calls import verify
 from tests.factories import sized_call
 
 Sizes = tuple[int, int, int, int, int, int, int]
@@ -128,25 +128,3 @@ def test_padded(head_dim: int, is_causal: bool, is_left: bool) -> None:
     mask = (keys.flip(1) if is_left else keys)[:, None, None]
     sizes = (8, 16, 4, 1024, 1024, head_dim, head_dim)
     verify("triton-varlen", call_of(sizes, attn_mask=mask, is_causal=is_causal))
-
-
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (72, True), (128, True)])
-def test_packed(head_dim: int, is_causal: bool) -> None:
-    from attention_kernels.portable.varlen import packed_prefill
-
-    tokens = sum(LENGTHS)
-    call = call_of((1, 16, 4, tokens, tokens, head_dim, head_dim))
-    query, key, value = (each[0].transpose(0, 1) for each in (call.query, call.key, call.value))
-    ends = offsets(*LENGTHS)
-    output = packed_prefill(query, key, value, ends, ends, max(LENGTHS), is_causal)
-    for first, last in zip(ends.tolist(), ends.tolist()[1:], strict=False):
-        own = slice(first, last)
-        expected = scaled_dot_product_attention(
-            call.query[:, :, own],
-            call.key[:, :, own],
-            call.value[:, :, own],
-            is_causal=is_causal,
-            enable_gqa=True,
-        )
-        found = output[own].transpose(0, 1)[None]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)

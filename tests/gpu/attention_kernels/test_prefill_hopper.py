@@ -37,7 +37,8 @@ SHAPES: tuple[Sizes, ...] = (
     (1, 1, 1, 1, 1),
     (2, 3, 3, 256, 256),
     (1, 3, 1, 7, 4250),
-    (40, 6, 2, 200, 130),  # more tiles than programs, so each program has several tiles
+    (40, 6, 2, 200, 100),  # more tiles than programs, so each program has several tiles
+    (1, 32, 8, 600, 600),  # if causal, no program has a tile in every turn
     (2, 8, 2, 1000, 1000),
     (1, 8, 1, 129, 300),
     (40, 12, 3, 200, 130),
@@ -181,22 +182,6 @@ def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtyp
     check(replace(call, query=call.query[:, :, :100], is_causal=True, variant=BOTTOM_RIGHT))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_row_gets_the_bits_that_it_gets_beside_others(head_dim: int) -> None:
-    """A warp moves the reference only for rows whose weights get too large."""
-    call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False)
-    moving = torch.arange(300, device=DEVICE) % 3 == 0
-    rising = torch.linspace(0, 60, 3000, device=DEVICE)[:, None].to(torch.bfloat16)
-    key = torch.cat([call.key[..., :-1], rising.expand(1, 1, -1, -1)], dim=3)
-    query = call.query.clone()
-    query[..., -1] = 0
-    expected = KERNEL.attention(query, key, call.value, enable_gqa=True)
-    query[:, :, moving, -1] = 8
-    output = KERNEL.attention(query, key, call.value, enable_gqa=True)
-    assert torch.equal(output[:, :, ~moving], expected[:, :, ~moving])
-    assert not torch.equal(output[:, :, moving], expected[:, :, moving])
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)])
 def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:
@@ -207,7 +192,7 @@ def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "head_dims", [(64, 128), (128, 64), (80, 80), (104, 40), (256, 128), (128, 256), (160, 256)]
+    "head_dims", [(64, 128), (128, 64), (80, 80), (104, 40), (256, 128), (128, 256), (160, 160)]
 )
 def test_head_dims(head_dims: tuple[int, int]) -> None:
     for sizes in FEW:
@@ -260,7 +245,7 @@ PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))
 
 
 @pytest.mark.parametrize("form", ["plain", *FORMS])
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (72, 72), (256, 256)])
 def test_packed(head_dims: tuple[int, int], form: str) -> None:
     """`triton-varlen` runs this kernel on Hopper; other sequences' rows have no effect."""
     kernel = find("triton-varlen")

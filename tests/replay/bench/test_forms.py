@@ -80,24 +80,6 @@ def test_kernel_that_refuses_both_forms_gives_its_reason_for_the_mask(replayed: 
     assert (found.status, found.call.mask_structure) == ("unsupported", "")
 
 
-def test_kernel_that_prefers_options_gets_them(replayed: Replayed) -> None:
-    taken: list[bool] = []
-
-    def either(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        taken.append(options["attn_mask"] is not None)
-        return (sdpa if taken[-1] else windowed)(query, key, value, **options)
-
-    def prefers(call: AttentionCall) -> bool:
-        return call.seqused_k is None
-
-    mine = kernel("mine", either, unsupported=lambda _: None, prefers_rewritten_mask=prefers)
-    for mask, words in ((WINDOW[None, None], "window 3/0"), (PADDING, "")):
-        taken.clear()
-        found = replayed(masked(mask), mine)["mine"]
-        assert (found.status, found.restated_as) == ("ok", words)
-        assert set(taken) == {not words}
-
-
 def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(replayed: Replayed) -> None:
     either = kernel(
         "either", sdpa, unsupported=lambda _: None, prefers_rewritten_mask=lambda _: True

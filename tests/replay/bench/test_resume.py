@@ -89,7 +89,6 @@ HERE = Machine("H200", torch="2.11.0")
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
-    """Return a row of the call in `CALLS` with this number."""
     shape = Shape(1, 2, 2, 4 + call, 4 + call, 8, 8)
     usual = {"model": "random", "weights": random_weights("normal"), "module": "", "phase": ""}
     facts = {**usual, "shape": shape, **fields}

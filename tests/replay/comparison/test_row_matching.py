@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from capture.call.shape import Shape
 from replay.comparison.row_matching import (
     ComparisonError,
     Difference,
@@ -26,23 +25,6 @@ def test_rows_of_one_subject_are_paired_and_the_others_are_named() -> None:
     assert [each.kernel for each in found.missing] == ["a"]
     assert [str(each.id) for each in found.new] == ["c", "b@other"]
     assert before.unreadable == ["call"]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"module": "layers.1"},
-        {"step": 1},
-        {"dtype": "float16"},
-        {"shape": Shape(1, 2, 2, 64, 65, 32, 32)},
-        {"weights": "trained"},
-    ],
-)
-def test_a_call_of_the_same_name_may_be_another(changed: dict[str, Any]) -> None:
-    other = replace(call_facts(), **changed)
-    common = row("a", call_facts("common"))
-    found = match(Run("before", [common, row("a")]), Run("after", [common, row("a", other)]))
-    assert (len(found.pairs), len(found.missing), len(found.new)) == (1, 1, 1)
 
 
 def test_recorded_backend_does_not_identify_a_call() -> None:

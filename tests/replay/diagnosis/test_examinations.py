@@ -32,7 +32,6 @@ BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
 
 
 def written(directory: Path, *calls: AttentionCall) -> list[Workload]:
-    """Write a recording of these calls, and return its workloads."""
     return from_directory(save_calls(directory / "calls", calls))[0]
 
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,15 @@ def largest(name: str, call: AttentionCall) -> float:
     return float(getattr(call.without_pages(), name).abs().max())
 
 
-def verdicts(call: AttentionCall, fault: Callable[[AttentionCall], float]) -> dict[Case, Verdict]:
+def verdicts(
+    call: AttentionCall, fault: Callable[[AttentionCall], float], features: Any = FEATURES
+) -> dict[Case, Verdict]:
     """Return the verdicts on a kernel that multiplies right outputs by 1 + a fault / 100."""
 
     def attention(**given: Any) -> Tensor:
         return row_by_row(**given) * (1 + fault(call_of(given)) / 100)
 
-    kernel = Kernel("planted", attention, features=frozenset(FEATURES))
+    kernel = Kernel("planted", attention, features=frozenset(features))
     return examine_invariance(kernel, call, settings(), ProcessState(), 2)
 
 
@@ -131,6 +134,19 @@ def test_random_kernel_is_not_called_dependent_on_the_batch(right: int, repeated
         "repeated": repeated,
         **dict.fromkeys(("company", "chunked"), "inconclusive"),
     }
+
+
+def test_refused_causal_chunk_gets_a_mask() -> None:
+    call = SEVERAL["causal"]
+    assert verdicts(call, lambda call: 0.0, features=())["chunked"].outcome == "equal"
+    found = verdicts(call, lambda call: float(call.attn_mask is not None), features=())
+    place = "sequence 0 in a chunk from query 2 with a mask in place of causality: "
+    assert found["chunked"].sentence.startswith(place)
+
+
+def test_packed_call_with_a_mask_is_only_repeated() -> None:
+    call = replace(CALLS["packed"], attn_mask=normal(1, 1, 16, 24) > 0)
+    assert verdicts(call, sequences) == {"repeated": Verdict("equal")}
 
 
 def test_whole_batch_is_the_recorded_call() -> None:

@@ -42,8 +42,6 @@ def calls(count: int) -> list[Workload]:
 
 
 class StandIn:
-    """Stand-in for workers, which returns made-up rows."""
-
     def __init__(
         self,
         fails: Callable[[Workload], Row | Exception | None] = lambda call: None,

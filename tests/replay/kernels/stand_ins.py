@@ -79,7 +79,6 @@ def textbook(
 
 
 def heads_second(tensor: Tensor) -> Tensor:
-    """Return one sequence (S, H, D) as (1, H, S, D)."""
     return tensor.transpose(0, 1)[None]
 
 

@@ -79,6 +79,9 @@ def flash_attn_interface(install: Install, variant: str) -> None:
     how = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
 
     def run(given: SimpleNamespace) -> Any:
+        if vars(given).get("qv") is not None:
+            given.q = torch.cat([given.qv, given.q], dim=-1)
+            given.k_cache = torch.cat([given.v_cache, given.k_cache], dim=-1)
         output = flash_attention(given)
         return output if variant == "a tensor" else (output, torch.empty(0))
 
@@ -111,8 +114,8 @@ def flash_attn_interface(install: Install, variant: str) -> None:
             + how
         )(run),
         flash_attn_with_kvcache=parameters(
-            "q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cu_seqlens_q=None, "
-            f"max_seqlen_q=None, {how}"
+            "q, k_cache, v_cache, *, qv=None, cache_seqlens=None, page_table=None, "
+            f"cu_seqlens_q=None, max_seqlen_q=None, {how}"
         )(run),
     )
 
@@ -234,6 +237,8 @@ NOT_IN_KEY = "for absorbed MLA: the value is not part of this call's key"
     [
         ("fa2-kvcache", LIBRARY_CALLS["pages"], "pages of 16 keys: needs a multiple of 256"),
         ("fa3-kvcache", LIBRARY_CALLS["packed"], "packed sequences without pages of keys"),
+        ("fa3", random_call(head_dim=192, v_head_dim=128, dtype=torch.bfloat16), None),
+        ("fa3-mla", APART, NOT_IN_KEY),
         ("fa4", FLOAT32_SINKS, "takes bfloat16 sinks only, not float32"),
         ("fa4", _wide(256), None),
         ("fa4", _wide(264), "head_dim 264: at most 256"),
@@ -284,7 +289,8 @@ def flash_mla(install: Install) -> None:
     )
 
 
-@pytest.mark.usefixtures("flash_mla")
+@pytest.mark.usefixtures("flash_mla", "flash_attn_interface")
+@pytest.mark.parametrize("variant", ["a tensor"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -293,7 +299,7 @@ def flash_mla(install: Install) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["flash-mla", "eager", "torch-masked"])
+@pytest.mark.parametrize("name", ["flash-mla", "fa3-mla", "eager", "torch-masked"])
 def test_absorbed_mla_is_exact(name: str, changes: dict[str, Any]) -> None:
     kernel, call = catalogue()[name], mla_call(**changes)
     assert kernel.refuses(call) is None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from replay.accuracy.verdict import Expected
 from replay.kernels.adapters import flashinfer, hub, transformer_engine
 from replay.kernels.registry import catalogue
 from tests.factories import random_call
@@ -31,6 +32,7 @@ from tests.replay.kernels.kinds import (
     PACKED,
     REFUSED,
     check,
+    judge_call,
     verify,
     verify_variants,
 )
@@ -41,7 +43,7 @@ from tests.replay.kernels.stand_ins import (
     parameters,
     textbook,
 )
-from tests.variant_calls import LIBRARY_CALLS
+from tests.variant_calls import LIBRARY_CALLS, mla_call
 
 Install = Callable[..., ModuleType]
 Unavailable = Callable[..., "str | None"]
@@ -188,6 +190,7 @@ NARROW_KEYS = "value head_dim 64 differs from query head_dim 32"
         ("xformers", WIDE, None),
         ("xformers", LONGER_QUERIES, "causal packed sequences with fewer keys than queries"),
         ("xformers", replace(LONGER_QUERIES, is_causal=False), None),
+        ("flashinfer-mla", mla_call(q_len=2), "decode only: one query per sequence, not 2"),
         ("flashinfer-fa2", QUERIES_BEFORE_KEYS, "causal with more queries (21) than keys (13)"),
     ],
 )
@@ -428,6 +431,33 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 outputs.append(sequence(query[None], key, value, how, False, None))
             return torch.cat(outputs)
 
+    class BatchMLAPagedAttentionWrapper:
+        def __init__(self, float_workspace_buffer: Tensor) -> None:
+            pass
+
+        @parameters(
+            "self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, "
+            "head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type"
+        )
+        def plan(given: Any) -> None:
+            for each in (given.qo_indptr, given.kv_indptr, given.kv_indices, given.kv_len_arr):
+                assert each.dtype == torch.int32
+            assert given.qo_indptr.diff().eq(1).all()
+            assert (given.head_dim_ckv, given.head_dim_kpe) == (512, 64)
+            given.self.planned = SimpleNamespace(**vars(given), window_left=-1, logits_soft_cap=0)
+
+        @parameters("self, q_nope, q_pe, ckv_cache, kpe_cache")
+        def run(given: Any) -> Tensor:
+            how, outputs = given.self.planned, []
+            assert given.ckv_cache.shape[1] == how.page_size
+            queries = torch.cat([given.q_nope, given.q_pe], dim=-1)
+            cache = torch.cat([given.ckv_cache, given.kpe_cache], dim=-1)
+            pages_of_each = how.kv_indices.split(how.kv_indptr.diff().tolist())
+            for query, pages, length in zip(queries, pages_of_each, how.kv_len_arr, strict=True):
+                key = cache[pages].flatten(0, 1)[:length, None]
+                outputs.append(sequence(query[None], key, key[..., :512], how, how.causal, None))
+            return torch.cat(outputs)
+
     def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
         assert bitorder == "little"
         log.append("pack")
@@ -440,6 +470,7 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         single_prefill_with_kv_cache=single_prefill_with_kv_cache,
         BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
         BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
+        BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper,
         packbits=packbits,
     )
     return log
@@ -475,7 +506,15 @@ def test_flashinfer_decode_is_exact_or_refuses() -> None:
     assert refused["padded decode"] == "takes no attn_mask"
     assert set(KINDS) - set(refused) == {"decode", "decode of one", "decode, scale"}
     beyond = {"bottom right, decode", "window, decode", "soft cap, decode", "key lengths, decode"}
-    assert verify_variants("flashinfer-decode") == beyond
+    assert verify_variants("flashinfer-decode") == {*beyond, "pages, decode, window"}
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_flashinfer_mla_is_exact(page_size: int) -> None:
+    kernel, call = catalogue()["flashinfer-mla"], mla_call(page_size, q_len=1, scale=0.05)
+    assert kernel.refuses(call) is None
+    judge_call(kernel, lambda: call.to("cpu"), Expected.of(call), "exact", "MLA")
 
 
 def test_core_plans_once(planned: list[str]) -> None:

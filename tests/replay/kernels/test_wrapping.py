@@ -104,7 +104,7 @@ ADAPTED = [
     name
     for name, kernel in catalogue().items()
     if kernel.library and not kernel.variant_of
-    if not name.startswith("torch-") and name != "flash-mla"
+    if not name.startswith("torch-") and not name.endswith("-mla")
 ]
 """Kernels of libraries. Two kinds are left out: wrappers of PyTorch's SDPA, which repeat PyTorch's
 reasons, and FlashMLA, which supports no SDPA call."""

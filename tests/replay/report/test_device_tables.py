@@ -31,7 +31,6 @@ H200 = rows_of("H200", times={"old": 6.0, "newer": 3.0, "new": 4.0})
 
 
 def merged_cells(*runs: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the cells of the only matrix, by kernel."""
     merged = across_devices([Run(f"run {at}", rows) for at, rows in enumerate(runs)])
     ((_, headings, lines),) = matrices(merged)
     assert headings == ["kernel", *merged.rows]

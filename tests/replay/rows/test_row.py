@@ -11,7 +11,7 @@ import torch
 
 from capture.text.printable import printable
 from replay.kernels.registry import Kernel
-from replay.rows.fields import FIELDS, leaf
+from replay.rows.fields import FIELDS
 from replay.rows.row import Roof, Row
 from replay.rows.row_files import row_to_json, write_csv, write_jsonl
 from tests import factories
@@ -83,24 +83,6 @@ def test_spreadsheet_evaluates_no_text(text: str) -> None:
     assert written["call.model"] == f"'{printable(text)}"
     assert written["flags"] == f"'{printable(text)} other"
     assert json.loads(json_file.getvalue())["call"]["model"] == text
-
-
-def test_json_and_csv_agree(row: Row) -> None:
-    lines, table = io.StringIO(), io.StringIO()
-    write_jsonl([row, row], lines)
-    write_csv([row, row], table)
-    first, second = (json.loads(line) for line in lines.getvalue().splitlines())
-    assert first == second
-    header, *cells = csv.reader(io.StringIO(table.getvalue()))
-    assert header == [item.path for item in FIELDS]
-    assert len(cells) == 2
-    written = dict(zip(header, cells[0], strict=True))
-    assert written["kernel"] == "mine"
-    assert float(written["time_ms.p50"]) == leaf(first, "time_ms.p50") == 2.0
-    assert written["accuracy.reference.worst_head"].split() == [
-        str(place) for place in leaf(first, "accuracy.reference.worst_head")
-    ]
-    assert all(written.values())
 
 
 def test_line_is_written_at_once(row: Row) -> None:

@@ -72,7 +72,6 @@ class Command:
 
 
 def rows_of(text: str) -> dict[str, dict[str, Any]]:
-    """Return rows by kernel name; a user's kernel is named without its file."""
     rows = [json.loads(line) for line in text.splitlines()]
     return {row["kernel"].rpartition(":")[2]: row for row in rows}
 

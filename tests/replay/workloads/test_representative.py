@@ -27,20 +27,6 @@ def layers(tmp_path: Path) -> list[Workload]:
     return from_directory(tmp_path)[0]
 
 
-def test_tiers_begin_with_every_model_and_its_middle(layers: list[Workload]) -> None:
-    found = tiers(layers)
-    by_tier = {
-        tier: [call.name for call, its in zip(layers, found, strict=True) if its == tier]
-        for tier in range(3)
-    }
-    assert by_tier == {
-        0: ["000000.large", "000008.small"],
-        1: ["000011.large", "000020.small"],  # layer 0 of the second step; the second last layer
-        2: ["000004.large", "000010.small"],
-    }
-    assert sorted(found) == sorted([*range(16), *range(6)])
-
-
 def test_halving_spreads_numbers() -> None:
     assert halving(8) == [0, 4, 2, 6, 1, 5, 3, 7]
     assert [halving(count) for count in (0, 1, 2, 3)] == [[0][:0], [0], [0, 1], [0, 2, 1]]

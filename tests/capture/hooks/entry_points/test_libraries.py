@@ -29,6 +29,7 @@ from tests.flash_attn_stand_in import (
     flash_attn_with_kvcache,
     flash_mla_with_kvcache,
 )
+from tests.replay.kernels.stand_ins import parameters
 
 
 @pytest.fixture(autouse=True)
@@ -313,32 +314,18 @@ def test_vllms_flash_attn_writes_to_the_given_memory(
 ) -> None:
     """vLLM's function has another argument order, `out`, and scales, even for 16-bit tensors."""
 
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        max_seqlen_q: int,
-        cu_seqlens_q: Tensor,
-        max_seqlen_k: int,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        q_v: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: list[int] | None = None,
-        block_table: Tensor | None = None,
-        out: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        fa_version: int = 2,
-    ) -> Tensor:
-        assert seqused_k is not None
-        assert out is not None
-        starts = F.pad(seqused_k.cumsum(0), (1, 0))
-        rest = (0.0, softmax_scale, causal, window_size or (-1, -1))
-        packed = (q, k, v, cu_seqlens_q, starts, max_seqlen_q, max_seqlen_k)
-        return out.copy_(
-            flash_attn_stand_in.flash_attn_varlen_func(*packed, *rest, block_table=block_table)
-        )
+    @parameters(
+        "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, "
+        "q_v=None, softmax_scale=None, causal=False, window_size=None, block_table=None, out=None, "
+        "k_descale=None, fa_version=2"
+    )
+    def flash_attn_varlen_func(given: types.SimpleNamespace) -> Tensor:
+        taken = ("q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
+        named = {name: getattr(given, name) for name in (*taken, "causal", "block_table")}
+        named["cu_seqlens_k"] = F.pad(given.seqused_k.cumsum(0), (1, 0))
+        window = given.window_size or (-1, -1)
+        output = flash_attn_stand_in.flash_attn_varlen_func(**named, window_size=window)
+        return given.out.copy_(output)
 
     name = "vllm.vllm_flash_attn.flash_attn_interface"
     module = types.ModuleType(name)

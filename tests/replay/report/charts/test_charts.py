@@ -73,7 +73,6 @@ def values(chart: Chart) -> list[dict[str, Any]]:
 
 
 def words(svg: Path) -> list[str]:
-    """Return the visible words of a picture."""
     root = ElementTree.fromstring(svg.read_text("utf-8"))
     return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
 
