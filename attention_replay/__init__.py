@@ -25,22 +25,27 @@ if TYPE_CHECKING:
     from replay.api.batch_invariance import agree
     from replay.api.compare_rows import compare
     from replay.api.diagnose import doctor
+    from replay.api.export_plan import export
     from replay.api.list_kernels import kernels
     from replay.api.measured_rows import Rows
     from replay.api.plan_model import plan
     from replay.api.replay_calls import replay
     from replay.api.reproduce_failure import reproduce
     from replay.api.run_selftest import selftest
+    from replay.api.tune_model import tune
     from replay.api.verify_model import verify
     from replay.api.write_report import report
     from replay.kernels.registry import Kernel, register_kernel
+    from replay.patch.apply import Applied, apply
     from replay.patch.use_kernel import use_kernel, use_plan
     from replay.plan.plan import Plan
     from replay.rows.row import Row
+    from replay.tune.tuning import Tuning
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Applied",
     "AttentionCall",
     "Dataset",
     "Error",
@@ -49,10 +54,13 @@ __all__ = [
     "Recording",
     "Row",
     "Rows",
+    "Tuning",
     "__version__",
     "agree",
+    "apply",
     "compare",
     "doctor",
+    "export",
     "kernels",
     "load",
     "plan",
@@ -62,12 +70,14 @@ __all__ = [
     "report",
     "reproduce",
     "selftest",
+    "tune",
     "use_kernel",
     "use_plan",
     "verify",
 ]
 
 _HOMES = {
+    "Applied": "replay.patch.apply",
     "AttentionCall": "capture.call.attention_call",
     "Dataset": "capture.storage.dataset",
     "Kernel": "replay.kernels.registry",
@@ -75,9 +85,12 @@ _HOMES = {
     "Recording": "capture.recording.recording",
     "Row": "replay.rows.row",
     "Rows": "replay.api.measured_rows",
+    "Tuning": "replay.tune.tuning",
     "agree": "replay.api.batch_invariance",
+    "apply": "replay.patch.apply",
     "compare": "replay.api.compare_rows",
     "doctor": "replay.api.diagnose",
+    "export": "replay.api.export_plan",
     "kernels": "replay.api.list_kernels",
     "load": "capture.storage.dataset",
     "plan": "replay.api.plan_model",
@@ -87,6 +100,7 @@ _HOMES = {
     "report": "replay.api.write_report",
     "reproduce": "replay.api.reproduce_failure",
     "selftest": "replay.api.run_selftest",
+    "tune": "replay.api.tune_model",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
     "verify": "replay.api.verify_model",

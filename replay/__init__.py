@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from replay.api.verify_model import verify
     from replay.kernels.chosen_keys import mask_of_tokens
     from replay.kernels.registry import Kernel, register_kernel
+    from replay.patch.apply import apply
     from replay.patch.use_kernel import use_kernel, use_plan
     from replay.plan.plan import Plan
     from replay.rows.row import Row
@@ -28,6 +29,7 @@ _HOMES = {
     "Plan": "replay.plan.plan",
     "Row": "replay.rows.row",
     "Rows": "replay.api.measured_rows",
+    "apply": "replay.patch.apply",
     "compare": "replay.api.compare_rows",
     "doctor": "replay.api.diagnose",
     "mask_of_tokens": "replay.kernels.chosen_keys",
@@ -44,6 +46,7 @@ __all__ = [
     "Plan",
     "Row",
     "Rows",
+    "apply",
     "compare",
     "doctor",
     "mask_of_tokens",

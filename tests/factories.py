@@ -308,7 +308,7 @@ def full_row() -> Row:
     )
 
 
-def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
+def census(*calls: tuple[str, str, int, int], mask: bool = False, steps: int = 1) -> dict[str, Any]:
     """Return a census of (module, phase, key length, number of calls); `call_facts` sets sizes."""
     sizes = list(dict.fromkeys((_q_len(phase), kv_len) for _, phase, kv_len, _ in calls))
     return {
@@ -332,6 +332,8 @@ def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, A
                 "phase": phase,
                 "signature": sizes.index((_q_len(phase), kv_len)),
                 "calls": count,
+                "first_step": 0,
+                "last_step": steps - 1,
             }
             for module, phase, kv_len, count in calls
         ],

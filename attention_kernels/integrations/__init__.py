@@ -7,10 +7,16 @@ import importlib
 LIBRARIES = ("comfyui", "diffusers", "torch", "transformers")
 NAME = "attention_kernels"
 """Name by which the libraries know the attention of this package."""
+PRECISIONS = {NAME: "exact", f"{NAME}_fp8": "fp8", f"{NAME}_int8": "int8"}
+"""Precision of `attention` by the name that the libraries know, except `torch`, which has `NAME`
+alone."""
 
 
 def register(library: str) -> None:
     """Make this package's attention available in a library, by the name `attention_kernels`.
+
+    `attention_kernels_fp8` and `attention_kernels_int8` compute products in 8 bits and raise for
+    calls that no 8-bit kernel computes (`precision` of `attention`); `torch` lacks them.
 
     Args:
         library: `transformers`, for `attn_implementation="attention_kernels"`; `diffusers`, for

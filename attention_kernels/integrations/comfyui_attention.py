@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention_kernels.integrations import NAME
+from attention_kernels.integrations import PRECISIONS
 from attention_kernels.operators import attention
 
 
@@ -22,7 +23,10 @@ def register() -> None:
         functions = importlib.import_module("comfy.ldm.modules.attention")
     except ImportError as error:
         raise ImportError(f"ComfyUI cannot be imported ({error}): call this in a node") from error
-    functions.register_attention_function(NAME, attention_function)
+    for name, precision in PRECISIONS.items():
+        functions.register_attention_function(
+            name, partial(attention_function, precision=precision)
+        )
 
 
 def attention_function(
@@ -35,6 +39,7 @@ def attention_function(
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
     scale: float | None = None,
+    precision: str = "exact",
     **others: Any,
 ) -> Tensor:
     """Return attention with ComfyUI's arguments.
@@ -49,7 +54,7 @@ def attention_function(
         q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v))
     if mask is not None and mask.ndim < 4:
         mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
-    output = attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    output = attention(q, k, v, mask, scale=scale, enable_gqa=True, precision=precision)
     return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
 

@@ -6,20 +6,23 @@ the dispatcher.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from attention_kernels.integrations import NAME
+from attention_kernels.integrations import NAME, PRECISIONS
 from attention_kernels.operators import attention
 
 
 def register() -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    if NAME not in AttentionBackendName._value2member_map_:
-        _add_member(AttentionBackendName, NAME)
-    _AttentionBackendRegistry.register(AttentionBackendName(NAME))(dispatched)
+    for name, precision in PRECISIONS.items():
+        if name not in AttentionBackendName._value2member_map_:
+            _add_member(AttentionBackendName, name)
+        function = partial(dispatched, precision=precision)
+        _AttentionBackendRegistry.register(AttentionBackendName(name))(function)
 
 
 def dispatched(
@@ -33,6 +36,7 @@ def dispatched(
     enable_gqa: bool = False,
     return_lse: bool = False,
     _parallel_config: Any = None,
+    precision: str = "exact",
 ) -> Any:
     """Return the output (B, Sq, Hq, Dv), and with `return_lse` the log-sum-exp (B, Hq, Sq).
 
@@ -57,6 +61,7 @@ def dispatched(
         is_causal,
         scale,
         enable_gqa,
+        precision=precision,
         return_lse=return_lse,
     )
     output, lse = found if return_lse else (found, None)

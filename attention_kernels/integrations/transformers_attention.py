@@ -6,11 +6,12 @@ padding, packed sequences, chunks, sliding windows, static and sliding caches.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from attention_kernels.integrations import NAME
+from attention_kernels.integrations import NAME, PRECISIONS
 from attention_kernels.operators import attention
 from attention_kernels.options import PLAIN, AttentionOptions
 
@@ -19,8 +20,9 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name, precision in PRECISIONS.items():
+        AttentionInterface.register(name, partial(attention_forward, precision=precision))
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def attention_forward(
@@ -34,6 +36,7 @@ def attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    precision: str = "exact",
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the output (B, Sq, Hq, Dv) of a layer, and no weights.
@@ -64,6 +67,7 @@ def attention_forward(
         bool(is_causal) and query.shape[2] > 1 and attention_mask is None,
         scaling,
         enable_gqa=True,
+        precision=precision,
         sinks=s_aux,
         options=PLAIN if softcap is None else AttentionOptions(softcap=softcap),
     )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
-from capture.cli.record_options import add_run_options, add_storage_options
+from capture.cli.record_options import add_storage_options
 from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import OneSentenceParser
+from capture.command_line.run_options import add_run_options
 from capture.large_imports import import_large
 from capture.models_package import import_models
 from capture.recording.sampling import make_sampler
@@ -87,10 +88,10 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     from rich.text import Text
 
     from capture.cli.announcement import DiskEstimate, announcement
-    from capture.cli.run_progress import shown_progress
     from capture.errors import RecordingWarning
     from capture.recording.parts import declared
     from capture.recording.record import record
+    from capture.recording.run_progress import shown_progress
     from capture.storage.target import CaptureTarget, current_rank, rank_name
 
     name = _capture_name(arguments.model)

@@ -1,4 +1,4 @@
-"""Options of `capture --model MODEL`. Does not import torch."""
+"""Options of `capture --model MODEL` that say what to store. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,61 +7,7 @@ import argparse
 from capture.call.head_ranges import parse_ranges
 from capture.call.splits import SPLITS
 from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
-from capture.models_package import import_models
 from capture.recording.sampling import PER_LAYER, PHASES, SAMPLES, make_sampler
-
-
-def add_run_options(command: OneSentenceParser) -> None:
-    """Add the options that say what to run."""
-    run = command.add_argument_group("what to run")
-    run.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or your own function, "
-        "FILE.py:FUNCTION",
-    )
-    run.add_argument(
-        "--size",
-        choices=["tiny", "full"],
-        help="tiny: small, no download (default without a GPU); full: the official size",
-    )
-    run.add_argument(
-        "--weights",
-        choices=["pretrained", "random"],
-        help="random weights are fine for timing, but not for judging quantised kernels "
-        "(default: pretrained)",
-    )
-    run.add_argument(
-        "--checkpoint", metavar="ID_OR_DIR", help="checkpoint to load instead of the official one"
-    )
-    run.add_argument(
-        "--prompt",
-        type=str,
-        help="text to run the model on (may be empty for images and video)",
-    )
-    run.add_argument(
-        "--steps",
-        type=positive,
-        metavar="N",
-        help="number of denoising steps, or of tokens to decode",
-    )
-    run.add_argument(
-        "--seed",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="seed of weights and noise (default: 0)",
-    )
-    run.add_argument(
-        "--set",
-        action="append",
-        type=_argument,
-        default=[],
-        metavar="NAME=VALUE",
-        help="another argument of the pipeline or of generate; repeatable",
-    )
-    command.add_dtype(run)
-    run.add_argument("--device", help="device such as cuda or cpu (default: cuda if available)")
 
 
 def add_storage_options(command: OneSentenceParser) -> None:
@@ -142,14 +88,6 @@ def _sample(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {SAMPLES}, not {text!r}") from error
     return text
-
-
-def _argument(text: str) -> tuple[str, str]:
-    not_empty(text)
-    name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    return name, value
 
 
 def _heads(text: str) -> tuple[int, ...]:

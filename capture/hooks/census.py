@@ -89,6 +89,7 @@ class CallCount:
     signature: CallSignature
     first_step: int
     last_step: int
+    """Last step in the longest run, because each run of a pipeline begins at step 0."""
     calls: int = 0
     kept: int = 0
 
@@ -109,7 +110,7 @@ class Census:
         """Count a call."""
         count = self.count_of(site, arguments)
         count.calls += 1
-        count.last_step = site.step
+        count.last_step = max(count.last_step, site.step)
 
     def count_of(
         self, site: CallSite, arguments: Arguments, cast_to: torch.dtype | None = None

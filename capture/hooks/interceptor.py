@@ -213,7 +213,8 @@ def _intercepted(replacing: _Replacing, *, eagerly: bool, keeps_fast_path: bool)
     if not _active.acquire(blocking=False):
         raise RuntimeError(
             "scaled_dot_product_attention is already intercepted; "
-            "end that recording, or leave that use_kernel or use_plan, before starting another"
+            "end that recording, leave that use_kernel or use_plan, or remove that applied plan, "
+            "before starting another"
         )
     try:
         with contextlib.ExitStack() as stack:

@@ -3,7 +3,8 @@
 A pipeline's step ends when it calls its scheduler's `step`. Without a known pipeline, or before the
 first such call, forward passes with the same time step belong to one step. Time steps on a GPU are
 compared by their place in memory, because reading them would stall the model; if this does not tell
-and no scheduler is known, each forward pass is a step.
+and no scheduler is known, each forward pass is a step. Steps begin at 0 again when a pipeline sets
+the time steps of its scheduler, as it does in each run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,28 +105,37 @@ class SchedulerCalls:
         """
         with contextlib.ExitStack() as stack:
             for kind in self._kinds:
-                own, counted = vars(kind).get("step"), self._counted(kind.step)
-                stack.callback(_restore_step, kind, own, counted)
-                kind.step = counted
+                stack.enter_context(_preceded(kind, "step", self._tick))
+                stack.enter_context(_preceded(kind, "set_timesteps", self._begin))
             yield
 
-    def _counted(self, step: Any) -> Any:
-        @functools.wraps(step)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._ticks = (self._ticks or 0) + 1
-            return step(*args, **kwargs)
+    def _tick(self) -> None:
+        self._ticks = (self._ticks or 0) + 1
 
-        return counted
+    def _begin(self) -> None:
+        self._ticks, self._steps = 0, StepCounter()
 
 
-def _restore_step(kind: Any, own: Any, counted: Any) -> None:
-    """Restore a class's own `step` (None if inherited), unless the program has replaced it."""
-    if vars(kind).get("step") is not counted:
-        return
-    if own is None:
-        del kind.step
-    else:
-        kind.step = own
+@contextlib.contextmanager
+def _preceded(kind: Any, name: str, action: Callable[[], None]) -> Iterator[None]:
+    """Run `action` before each call of a class's method, unless the program replaces the method."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def preceded(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return method(*args, **kwargs)
+
+    own = vars(kind).get(name)  # None if inherited
+    setattr(kind, name, preceded)
+    try:
+        yield
+    finally:
+        if vars(kind).get(name) is preceded:
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
 
 
 def scheduler_types(watched: Any) -> set[Any]:

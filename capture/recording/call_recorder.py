@@ -122,7 +122,8 @@ class CallRecorder:
                     # The fast path neither binds the arguments nor calls the sampler.
                     next_index()
                     group.count.calls += 1
-                    group.count.last_step = step
+                    if step > group.count.last_step:
+                        group.count.last_step = step
                     if count_visit is not None:
                         count_visit(site)
                     return
@@ -211,7 +212,7 @@ class CallRecorder:
         """Count a call that autocast casts to `dtype`, and store it if the sampler wants it."""
         index, sampler = self._next_index(), self._context.sampler
         group.count.calls += 1
-        group.count.last_step = site.step
+        group.count.last_step = max(group.count.last_step, site.step)
         if self._context.rank is not None:
             self.seen.visit(site)
         if group.place is None:

@@ -169,5 +169,8 @@ def _check_census(census: dict[str, Any]) -> None:
         required(row, "phase", str)
         if required(row, "calls", int) < 1:
             raise ValueError("a row of the census counts no call")
+        first, last = (typed(int, row.get(name, 0), name) for name in ("first_step", "last_step"))
+        if last < first:
+            raise ValueError("a row of the census ends before its first step")
         if not 0 <= required(row, "signature", int) < len(signatures):
             raise ValueError("a row of the census names a missing signature")

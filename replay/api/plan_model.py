@@ -36,6 +36,7 @@ def plan(
     rows: Sequence[Row] | None = None,
     *,
     budget: str | Budget = BUDGET,
+    total_error: float | None = None,
     **options: Any,
 ) -> Plan:
     """Choose the kernel to use at each layer of a recorded model.
@@ -48,6 +49,9 @@ def plan(
         dataset: all recorded calls of one model: a directory, an archive, an address or a dataset.
         rows: rows of these calls; None to measure the calls.
         budget: the largest error at any layer, such as "cosine=0.998".
+        total_error: the largest sum over the calls of a run of the mean squared error / (mean
+            |reference|)²; None for no limit. With a limit, kernels may differ between denoising
+            steps, as far as several steps of a layer were recorded.
         **options: options of `replay`, for measuring.
 
     Returns:
@@ -64,16 +68,19 @@ def plan(
     capture = one_capture(opened, str(dataset))
     if rows is None:
         rows = replay(opened or dataset, for_model=True, **options)
-    return choose_plan(capture, rows, budget).plan
+    return choose_plan(capture, rows, budget, total_error).plan
 
 
 def choose_plan(
-    capture: CaptureRecord, rows: Sequence[Row], budget: str | Budget = BUDGET
+    capture: CaptureRecord,
+    rows: Sequence[Row],
+    budget: str | Budget = BUDGET,
+    total_error: float | None = None,
 ) -> Choice:
     """Choose a plan from rows.
 
     Raises:
-        Error: the rows allow no plan, or the budget is invalid.
+        Error: the rows allow no plan, or the budget or the total error is invalid.
     """
     from replay.end_to_end.census_check import shortfall
     from replay.end_to_end.model_process import OWN
@@ -90,7 +97,7 @@ def choose_plan(
                 exclusive.add(name)
         except KernelNameError:  # rows from another machine may name a kernel only it has
             continue
-    chosen = choose(rows, capture.census, limit, OWN, exclusive)
+    chosen = choose(rows, capture.census, limit, OWN, exclusive, total_error)
     sentences = [shortfall(capture)]
     if unknown := RowsByCall(rows, OWN).unknown_own:
         sentences.append(f"{unknown}; there, saved times are relative to {OWN}")

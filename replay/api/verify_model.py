@@ -232,10 +232,10 @@ def _checks(
     return [*found, *failed]
 
 
-def _planned(plan: Plan, module: str, phase: str, kv_len: int) -> KernelId:
+def _planned(plan: Plan, module: str, phase: str, kv_len: int, step: int) -> KernelId:
     from replay.rows.row import KernelId
 
-    return KernelId(plan.kernel_at(module, phase, kv_len))
+    return KernelId(plan.kernel_at(module, phase, kv_len, step))
 
 
 def _variants(

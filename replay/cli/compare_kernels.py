@@ -19,7 +19,7 @@ EXAMPLES = """\
 VERBS = """\
 other verbs, each with its own --help:
   random SHAPE · suite NAME     calls with random values, of any shape or a published list
-  plan · verify                 choose a kernel for each layer · run the whole model with kernels
+  tune · plan · verify · export a faster model in one step · a kernel per layer · run it · elsewhere
   compare · devices             runs against each other · kernels on several types of GPU
   doctor · reproduce · agree    why a kernel is wrong · the smallest such call · batch invariance
   report · explain              an HTML page or charts of a run · why a model gains little

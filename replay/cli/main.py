@@ -28,8 +28,8 @@ from replay.api.messages import say, speaking_as
 from replay.cli.moved_flags import where_it_moved
 
 NAMES = (
-    *("agree", "compare", "devices", "doctor", "explain", "kernels", "plan", "profile"),
-    *("random", "report", "reproduce", "selftest", "suite", "verify", "watch"),
+    *("agree", "compare", "devices", "doctor", "explain", "export", "kernels", "plan", "profile"),
+    *("random", "report", "reproduce", "selftest", "suite", "tune", "verify", "watch"),
 )
 VERBS = {name: f"replay.cli.{name}" for name in NAMES}
 """Module of each verb: `parser()` returns the verb's parser, `run(arguments)` the exit code."""

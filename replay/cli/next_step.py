@@ -65,7 +65,7 @@ def next_step(
         return "record what a model really computes: capture --model llama"
     captures = _whole_captures(dataset)
     if plan is not None and not plan.kernels:
-        return f"{arguments.out} changes nothing: no kernel is faster within {plan.budget}"
+        return f"{arguments.out} changes nothing: no kernel is faster within {plan.limits}"
     if verb != "verify" and _can_be_rebuilt(arguments, captures):
         if plan is not None:
             kept = ["--rows", arguments.json] if arguments.json else []

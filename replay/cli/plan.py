@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from capture.command_line.parser import positive_number
 from replay.api.messages import say
 from replay.api.plan_model import BUDGET, choose_plan
 from replay.api.recorded_models import one_capture
@@ -23,6 +24,7 @@ EXAMPLES = """\
   replay plan --dir captured_inputs --out plan.json
   replay plan --dir captured_inputs --out plan.json --budget rmse=0.01 --json rows.jsonl
   replay plan --dir captured_inputs --out other.json --budget cosine=0.9999 --rows rows.jsonl
+  replay plan --dir captured_inputs --out other.json --total-error 0.01 --rows rows.jsonl
 """
 
 
@@ -47,6 +49,13 @@ def parser() -> VerbParser:
         default=BUDGET,
         metavar="METRIC=X",
         help=f"largest error at any layer: cosine, relative_l1 or rmse (default {BUDGET})",
+    )
+    what.add_argument(
+        "--total-error",
+        type=positive_number,
+        metavar="X",
+        help="largest sum of squared relative errors over the calls of a run; kernels may then "
+        "differ between denoising steps (default: no limit)",
     )
     how = command.group(
         "how to measure, and where (without --rows)",
@@ -90,7 +99,7 @@ def _chosen(
     """Make a plan from the rows, print the plan and write it."""
     from replay.report.plan_tables import print_plan
 
-    choice = choose_plan(capture, rows, budget)
+    choice = choose_plan(capture, rows, budget, arguments.total_error)
     if choice.shortfall:
         say(choice.shortfall)
     print_plan(choice.plan, choice.uniform, console_of(arguments))

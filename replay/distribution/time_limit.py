@@ -36,9 +36,14 @@ class TimeLimit:
         self._clock = clock
         self._began = clock()
 
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since construction."""
+        return self._clock() - self._began
+
     def allows(self, seconds: float) -> bool:
         """Return whether work of this duration would end in time."""
-        return self.seconds is None or self._clock() - self._began + seconds <= self.seconds
+        return self.seconds is None or self.elapsed + seconds <= self.seconds
 
     @contextlib.contextmanager
     def watched(self, may_stop: Callable[[], object]) -> Iterator[None]:
@@ -46,7 +51,7 @@ class TimeLimit:
         ended = threading.Event()
 
         def watch(limit: float) -> None:
-            left = limit - (self._clock() - self._began)
+            left = limit - self.elapsed
             while not ended.wait(max(left, 0.0)):
                 if may_stop():
                     self.stopped.set()

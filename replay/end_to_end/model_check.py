@@ -29,8 +29,8 @@ from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import (
     BASELINE,
     OWN,
-    ModelProcess,
     ModelRun,
+    ModelRuns,
     RunFailed,
     Variant,
 )
@@ -134,7 +134,7 @@ class _Arm:
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
-    """Number of the build, by `ModelProcess.builds`, in which the variant last ran."""
+    """Number of the build, by `ModelRuns.builds`, in which the variant last ran."""
 
     def seconds(self) -> dict[str, list[float]]:
         """Return the time of one forward of each phase, and of `RUN`, by round."""
@@ -149,7 +149,7 @@ def check(
     capture: CaptureRecord,
     rows: Sequence[Row],
     variants: Sequence[Variant],
-    process: ModelProcess,
+    process: ModelRuns,
     *,
     rounds: int | None = None,
     seed: int = 0,
@@ -164,8 +164,8 @@ def check(
         rows: rows of a replay of that recording, including the kernel `OWN`.
         rounds: timed runs of each variant; None for as many runs as fit into `ROUNDS_SECONDS`.
         text: for language models, a text to compute perplexity on.
-        kernel_at: kernel of each module, phase and key length, by the name of each variant that is
-            a plan.
+        kernel_at: kernel of each module, phase, key length and step, by the name of each variant
+            that is a plan.
         save_output: a directory for pictures and texts of every variant.
 
     Raises:
@@ -196,9 +196,7 @@ def check(
     return [_checked(capture, rows, arm, own, at, seed, mismatch) for arm in arms]
 
 
-def _run_rounds(
-    arms: Sequence[_Arm], process: ModelProcess, requested: int | None, seed: int
-) -> None:
+def _run_rounds(arms: Sequence[_Arm], process: ModelRuns, requested: int | None, seed: int) -> None:
     own, *others = arms
     shuffle = random.Random(seed).shuffle
     done, total = 0, requested or MOST_ROUNDS
@@ -225,7 +223,7 @@ def _run_rounds(
     process.round = ""
 
 
-def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun | None:
+def _attempt(arm: _Arm, process: ModelRuns, run: Callable[[], ModelRun]) -> ModelRun | None:
     """Run a variant, unless it failed before."""
     if arm.failure is not None:
         return None
@@ -248,7 +246,7 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> M
         return None
 
 
-def _warm(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun:
+def _warm(arm: _Arm, process: ModelRuns, run: Callable[[], ModelRun]) -> ModelRun:
     """Run a variant; first warm it up if the process with its compiled code is gone."""
     process.build()
     if arm.warm_in not in (0, process.builds):
@@ -301,7 +299,7 @@ def _checked(
 
 
 def _at(choose: KernelAt, call: CallFacts) -> KernelId:
-    return choose(call.module, call.phase, call.shape.kv_len)
+    return choose(call.module, call.phase, call.shape.kv_len, call.step)
 
 
 def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:

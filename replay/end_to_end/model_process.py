@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,17 +94,14 @@ class ModelRun:
     """State of the GPU at the end of the run."""
 
 
-class ModelProcess:
-    """Model in a child process, built on its first run and after each crash of the process.
+class ModelRuns(ABC):
+    """Runs of a model with one variant after another, in a child process or in this process.
 
     Args:
-        python: Python interpreter of the child.
-        arguments: arguments of `models.load`.
-        timeout: seconds without a message after which the child is killed.
         report: called with the current stage.
 
     Attributes:
-        is_built: True while the model exists; a kernel that crashes the process destroys it.
+        is_built: True while the model exists; a kernel that crashes a child process destroys it.
         builds: number of times the model was built. Compiled code is lost with the process.
         round: name of the current round, reported with each stage.
 
@@ -112,37 +110,23 @@ class ModelProcess:
         RunFailed: by `run` and `count`, if the run failed or the process died.
     """
 
-    def __init__(
-        self,
-        python: str,
-        arguments: dict[str, Any],
-        timeout: float,
-        report: Callable[[str], None] = lambda stage: None,
-    ) -> None:
+    def __init__(self, report: Callable[[str], None] = lambda stage: None) -> None:
         self.builds = 0
         self.round = ""
-        self._process = Process(python, timeout, "replay.end_to_end.model_server")
-        self._timeout = timeout
-        self._build = {"step": "build", "arguments": arguments}
-        self._report = report
         self.is_built = False
+        self._report = report
 
+    @abstractmethod
     def close(self) -> None:
-        self._process.close()
+        """Release the model."""
 
+    @abstractmethod
     def build(self) -> None:
         """Build the model, unless it exists."""
-        if self.is_built:
-            return
-        self._process.timeout = max(self._timeout, BUILDING_SECONDS)
-        try:
-            self._answer(self._build)
-        except (Died, CannotStart) as end:
-            log = end.log.strip().splitlines()[-1:] if isinstance(end, Died) else []
-            raise ModelRefused(": ".join(["the model cannot be built", str(end), *log])) from end
-        self._process.timeout = self._timeout
-        self.is_built = True
-        self.builds += 1
+
+    @abstractmethod
+    def _step(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+        """Build the model if necessary, and return what `read` finds in the reply to a request."""
 
     def run(
         self,
@@ -190,8 +174,50 @@ class ModelProcess:
         """
         return self._step({"step": "count"}, lambda answer: cast(dict[str, Any], answer["counted"]))
 
+    def _report_at(self, stage: str) -> None:
+        self._report(", ".join(filter(None, (stage, self.round))))
+
+
+class ModelProcess(ModelRuns):
+    """Model in a child process, built on its first run and after each crash of the process.
+
+    Args:
+        python: Python interpreter of the child.
+        arguments: arguments of `models.load`.
+        timeout: seconds without a message after which the child is killed.
+        report: called with the current stage.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        arguments: dict[str, Any],
+        timeout: float,
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        super().__init__(report)
+        self._process = Process(python, timeout, "replay.end_to_end.model_server")
+        self._timeout = timeout
+        self._build = {"step": "build", "arguments": arguments}
+
+    def close(self) -> None:
+        self._process.close()
+
+    def build(self) -> None:
+        """Build the model, unless it exists."""
+        if self.is_built:
+            return
+        self._process.timeout = max(self._timeout, BUILDING_SECONDS)
+        try:
+            self._answer(self._build)
+        except (Died, CannotStart) as end:
+            log = end.log.strip().splitlines()[-1:] if isinstance(end, Died) else []
+            raise ModelRefused(": ".join(["the model cannot be built", str(end), *log])) from end
+        self._process.timeout = self._timeout
+        self.is_built = True
+        self.builds += 1
+
     def _step(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Build the model if necessary, and return what `read` finds in the child's reply."""
         self.build()
         try:
             answer = self._answer(request)
@@ -205,7 +231,7 @@ class ModelProcess:
         answer: dict[str, Any] = {}
         for message in self._process.ask(**request):
             if "at" in message:
-                self._report(", ".join(filter(None, (message["at"], self.round))))
+                self._report_at(message["at"])
             else:
                 answer |= message
         if "refused" in answer:

@@ -50,15 +50,20 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(built={"name": _runnable.name, "weights": _runnable.weights})
         return
     assert _runnable is not None, "build the model first"
+    step(_runnable, request, say)
+
+
+def step(runnable: Any, request: dict[str, Any], say: Say) -> None:
+    """Run a model (`models.Runnable`) once, to time it or to count its calls."""
     try:
         if request["step"] == "count":
-            _count(_runnable, say)
+            _count(runnable, say)
         else:
-            _run(_runnable, request, say)
+            _run(runnable, request, say)
     except import_models().ModelError as error:
         say(refused=str(error))
     except Exception as error:
-        if gpu_is_lost(_device(_runnable)):
+        if gpu_is_lost(_device(runnable)):
             say(lost=classify(error)[1], status="crash")
             return
         status, reason = classify(error)

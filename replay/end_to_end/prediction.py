@@ -26,8 +26,9 @@ identify that effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -35,11 +36,13 @@ from torch import Tensor
 from replay.end_to_end.cost_model import CallTotals, CostModel, resampled
 from replay.end_to_end.predicted_times import RUN, Clocked, Estimate, Missing, PredictedTime
 from replay.plan.call_matching import Counted, RowsByCall, match
+from replay.plan.plan import DENOISE
+from replay.plan.step_ranges import MOST_STEPS
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 
-KernelAt = Callable[[str, str, int], KernelId]
-"""Function from module, phase and key length to the kernel used there."""
+KernelAt = Callable[[str, str, int, int], KernelId]
+"""Function from module, phase, key length and step to the kernel used there."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,22 @@ class Prediction:
 
 def everywhere(kernel: KernelId) -> KernelAt:
     """Use the same kernel at every module."""
-    return lambda module, phase, kv_len: kernel
+    return lambda module, phase, kv_len, step: kernel
+
+
+def _divided(counted: Counted, kernel_at: KernelAt) -> Iterator[tuple[Counted, KernelId]]:
+    """Divide calls among the kernels of their steps, with an equal number of calls at each step."""
+    # Steps count only while denoising; other phases may have as many forward passes as tokens.
+    first, last = counted.steps if counted.phase == DENOISE else (0, 0)
+    steps = range(first, min(last, first + MOST_STEPS) + 1)
+    numbers = Counter(
+        kernel_at(counted.module, counted.phase, counted.kv_len, step) for step in steps
+    )
+    passed = 0
+    for kernel, number in numbers.items():
+        before, passed = passed, passed + number
+        calls = counted.calls * passed // len(steps) - counted.calls * before // len(steps)
+        yield replace(counted, calls=calls), kernel
 
 
 def predict(
@@ -75,8 +93,8 @@ def predict(
         census: census of one run, as `capture.hooks.census.Census.to_json` writes it.
         rows: rows of a replay of the same recording and model. A kernel of another environment is
             compared with the baseline in that environment, if the replay includes it.
-        kernel_at: the kernel of each module, phase and key length (`everywhere` for the same
-            kernel at all modules).
+        kernel_at: the kernel of each module, phase, key length and step (`everywhere` for the
+            same kernel at all modules).
         plain: the kernel of plain SDPA, which stands for the model's own attention where the model
             did not choose a kernel itself (`CallFacts.pinned`).
         run: one full run with the model's own attention.
@@ -94,9 +112,7 @@ def predict(
     calls = replayed.timed()
     if not calls:
         raise ValueError(f"{plain} was timed on none of the replayed calls")
-    chosen = [
-        (each, kernel_at(each.module, each.phase, each.kv_len)) for each in match(census, calls)
-    ]
+    chosen = [part for each in match(census, calls) for part in _divided(each, kernel_at)]
     cost_model = CostModel(replayed, seed, phases)
     predicted = {}
     for phase, clocked in phases.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from capture.text.counted import counted
 from replay.patch.planned_modules import NOT_PLANNED
 from replay.plan.key_lengths import KeyLengths
+from replay.plan.step_ranges import StepRange
 
 
 @dataclass
@@ -54,6 +55,12 @@ class Swap:
     """Range of the handled calls' key lengths that the plan was not made for."""
     with_other_lengths: int = 0
     """Number of these calls."""
+    planned_steps: StepRange | None = None
+    """Denoising steps that the plan was made for; None for any step."""
+    other_steps: StepRange | None = None
+    """Later steps, at which the model's own attention handled calls of planned modules."""
+    at_other_steps: int = 0
+    """Number of these calls."""
 
     @property
     def hits(self) -> int:
@@ -77,6 +84,20 @@ class Swap:
         self.other_lengths = KeyLengths(min(low, kv_len), max(high, kv_len))
         self.with_other_lengths += 1
 
+    def count_step(self, step: int) -> None:
+        """Count a call of a planned module whose step no choice names, if the plan ends before."""
+        if self.planned_steps is None or step <= self.planned_steps.last:
+            return
+        first, last = self.other_steps or (step, step)
+        self.other_steps = StepRange(min(first, step), max(last, step))
+        self.at_other_steps += 1
+
+    @property
+    def on_other_steps(self) -> str:
+        """Sentence about calls at later steps."""
+        calls = counted(self.at_other_steps, "call")
+        return f"{calls} ran after the last step that the plan was made for ({self.other_steps})"
+
     @property
     def on_other_lengths(self) -> str:
         """Sentence about calls with other key lengths."""
@@ -99,6 +120,8 @@ class Swap:
             lines.append(f"in compiled graphs, not answered: {calls}")
         if self.other_lengths is not None:
             lines.append(self.on_other_lengths)
+        if self.other_steps is not None:
+            lines.append(self.on_other_steps)
         if self.missing:
             lines.append(f"not in the model: {', '.join(self.missing)}")
         return "\n".join(lines)

@@ -22,7 +22,10 @@ from replay.isolation.output_form import malformed
 from replay.kernels.registry import Kernel
 from replay.patch.call_counts import CallCounts, Swap
 from replay.patch.custom_op import costs_reshape, laid_out
+from replay.patch.denoising_steps import current_step
 from replay.patch.planned_modules import NOT_PLANNED, key_length
+from replay.plan.key_lengths import kernel_for
+from replay.plan.step_ranges import KernelsByStep
 
 Around = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -57,6 +60,7 @@ class CallDispatcher:
         choose: returns the name of a call's kernel, or another text for the model's own attention.
         around: a context manager to enter for each call.
         thread: the only thread whose calls may have a kernel; by default, all threads.
+        by_step: kernels that depend on the step, by the text that `choose` returns for them.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class CallDispatcher:
         choose: Callable[[Arguments], str | None],
         around: Around,
         thread: int | None = None,
+        by_step: Mapping[str, KernelsByStep] | None = None,
     ) -> None:
         self._thread = thread
+        self._by_step = by_step or {}
         self._swap = swap
         self._around = None if around is contextlib.nullcontext else around
         self._kernels = kernels
@@ -110,7 +116,18 @@ class CallDispatcher:
     def _name(self, arguments: Arguments, in_graph: str = "") -> str:
         if self._thread not in (None, threading.get_ident()):
             return NOT_PLANNED
-        return in_graph or self._choose(arguments) or NOT_PLANNED
+        name = in_graph or self._choose(arguments) or NOT_PLANNED
+        by_step = self._by_step.get(name)
+        return name if by_step is None else self._name_at_step(by_step, arguments)
+
+    def _name_at_step(self, by_step: KernelsByStep, arguments: Arguments) -> str:
+        step = current_step()
+        kernels = by_step.at(step)
+        if not kernels:
+            with self._counting:
+                self._swap.count_step(step)
+            return NOT_PLANNED
+        return kernel_for(key_length(arguments), kernels)
 
     def traced(self, function: str) -> None:
         with self._counting:

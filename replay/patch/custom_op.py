@@ -5,15 +5,17 @@ the output has the query's memory layout, as the outputs of PyTorch's fused back
 that transposes its query from (B, S, H, D), this is the layout in which its own reshape after
 attention is free. An output in another layout is copied, and the copy is counted.
 
-The kernel is chosen and checked when the graph runs (`answering`), as without compilation. Outside
-`answering`, the operator is PyTorch's own attention.
+The kernel is chosen and checked when the graph runs (`answering`), as without compilation. Kernels
+that depend on the denoising step have an operator of their own, `attention_replay::attend_by_step`,
+which finds the step when it runs, so one graph serves all steps. Outside `answering`, the operators
+are PyTorch's own attention.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from capture.hooks.autocast import autocast_dtype, cast
 from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Traced
+from replay.plan.step_ranges import MARK
 
 NAME = "attention_replay::attend"
 
@@ -63,7 +66,8 @@ def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
         reason = _why_not_the_operator(arguments)
         if reason is None:
             arguments = cast(arguments, autocast_dtype(arguments.query))
-            output: Tensor = attend(kernel, *arguments[:8])
+            operator = attend_by_step if kernel.startswith(MARK) else attend
+            output: Tensor = operator(kernel, *arguments[:8])
             return output
         _refuse(kernel, reason)
         return proceed()
@@ -132,8 +136,7 @@ def _heads_inside(tensor: Tensor) -> bool:
     return heads == 1 or length == 1 or tensor.stride(1) < tensor.stride(2)
 
 
-@torch.library.custom_op(NAME, mutates_args=())
-def attend(
+def _attend(
     kernel: str,
     query: Tensor,
     key: Tensor,
@@ -151,8 +154,7 @@ def attend(
     return laid_out(TORCH_SDPA(*arguments[:6], scale=scale, enable_gqa=enable_gqa), query)[0]
 
 
-@attend.register_fake
-def _(
+def _empty_output(
     kernel: str,
     query: Tensor,
     key: Tensor,
@@ -165,3 +167,17 @@ def _(
 ) -> Tensor:
     last = value.shape[-1]
     return query.new_empty_strided((*query.shape[:3], last), strides_like(query, last))
+
+
+def _operator(name: str, **options: Any) -> Any:
+    operator = torch.library.custom_op(name, mutates_args=(), **options)(_attend)
+    operator.register_fake(_empty_output)
+    return operator
+
+
+attend = _operator(NAME)
+# Inductor leaves an operator with this tag out of its CUDA graphs. Versions of PyTorch without it
+# capture the operator, which refuses (`replay.patch.denoising_steps.current_step`).
+_unsafe = getattr(torch._C.Tag, "cudagraph_unsafe", None)
+attend_by_step = _operator(f"{NAME}_by_step", **({"tags": (_unsafe,)} if _unsafe else {}))
+"""The same operator, for kernels that depend on the denoising step."""

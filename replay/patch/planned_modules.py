@@ -30,6 +30,7 @@ from capture.call.pages import kv_len as length_in_pages
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import roots_of
 from capture.hooks.phases import ModuleRole, deciding
+from replay.patch.wrapped_forward import child, is_compiled, uncompiled, wrapped
 from replay.plan.key_lengths import KernelsByLength, kernel_for
 
 Choices = Mapping[str, KernelsByLength]
@@ -94,13 +95,13 @@ def chosen_inside(watched: Any, kernel: str) -> Iterator[None]:
     modules = {
         module: None
         for root in roots_of(watched).values()
-        for module in _uncompiled(root).modules()
+        for module in uncompiled(root).modules()
         if _may_attend(module)
     }
     choices = {"encode": ((0, kernel),)}  # the phase of all calls, because no phase is entered
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
+            stack.enter_context(wrapped(module, functools.partial(_choosing, choices)))
         yield
 
 
@@ -133,15 +134,23 @@ class PlannedModules:
             named = [("", each) for each in live if issubclass(type(each), nn.Module)]
         else:
             named = list(roots_of(watched).items())
-        self._roots, found = _find(choices, [(name, _uncompiled(root)) for name, root in named])
+        self._roots, found = _find(choices, [(name, uncompiled(root)) for name, root in named])
         if not found:
             where = "this process" if watched is None else type(watched).__name__
             raise PlanMismatch(
                 f"{where} has no module {next(iter(choices))!r} and no other module of the plan: "
                 "build the model it was made for first, and pass it as `module`"
             )
+        self._deciding = {
+            module: role for root in self._roots for module, role in deciding(root).items()
+        }
         self._choices = {module: choices[path] for module, path in found.items()}
         self.missing = [path for path in choices if path not in found.values()]
+
+    @property
+    def denoisers(self) -> dict[nn.Module, ModuleRole]:
+        """Modules around planned ones, or planned themselves, whose forward takes a time step."""
+        return {module: role for module, role in self._deciding.items() if role.time_steps}
 
     @property
     def devices(self) -> set[torch.device]:
@@ -154,12 +163,9 @@ class PlannedModules:
         """Wrap the forwards of the modules; restore them on exit."""
         with contextlib.ExitStack() as stack:
             for module, choices in self._following().items():
-                stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
-            found = {
-                module: role for root in self._roots for module, role in deciding(root).items()
-            }
-            for module, role in found.items():
-                stack.enter_context(_wrapped(module, functools.partial(_in_phase, role)))
+                stack.enter_context(wrapped(module, functools.partial(_choosing, choices)))
+            for module, role in self._deciding.items():
+                stack.enter_context(wrapped(module, functools.partial(_in_phase, role)))
             yield
 
     def _following(self) -> dict[nn.Module, Choices]:
@@ -167,9 +173,6 @@ class PlannedModules:
         below = {inner for module in self._choices for inner in module.modules()}
         unplanned = [inner for inner in below if inner not in self._choices and _may_attend(inner)]
         return {**self._choices, **{inner: {} for inner in unplanned}}
-
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _choosing(choices: Choices, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,22 +206,6 @@ def _in_phase(role: ModuleRole, forward: Callable[..., Any]) -> Callable[..., An
             _running.phase = outer
 
     return in_phase
-
-
-@contextlib.contextmanager
-def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
-    """Wrap the `forward` of a module instance, even if it is wrapped already."""
-    # Bypass nn.Module.__setattr__, which a subclass may override.
-    attributes = vars(module)
-    before = attributes.get("forward")
-    attributes["forward"] = wrapper(module.forward)
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
 
 
 def _find(
@@ -274,8 +261,8 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
     for name in path.split("."):
         if module is None:  # `not module` would call `__len__`, which some modules define
             return None
-        module = module._modules.get(name)
-        while module is not None and _is_compiled(module):
+        module = child(module, name)
+        while module is not None and is_compiled(module):
             module = module._modules["_orig_mod"]
     return module
 
@@ -283,13 +270,4 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
 def _may_attend(module: nn.Module) -> bool:
     """Return False for PyTorch's own leaf modules, the majority, and wrappers of compiled ones."""
     own = type(module).__module__.startswith("torch.nn.") and not module._modules
-    return not own and not _is_compiled(module)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return "_orig_mod" in module._modules
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner
+    return not own and not is_compiled(module)

@@ -19,14 +19,18 @@ from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.call_counts import CallCounts, Swap
 from replay.patch.call_dispatcher import Around, CallDispatcher
 from replay.patch.custom_op import answering, calling_operator
+from replay.patch.denoising_steps import numbered_steps
 from replay.patch.planned_modules import (
     NOT_PLANNED,
+    Choices,
     PlannedModules,
     chosen_inside,
     kernel_here,
 )
+from replay.plan.key_lengths import KernelsByLength
 from replay.plan.plan import Plan, PlanError
 from replay.plan.plan_device import mismatch, types_at_hand
+from replay.plan.step_ranges import KernelsByStep
 
 
 @contextlib.contextmanager
@@ -108,14 +112,19 @@ def use_plan(
     trust_code: bool = False,
     around: Around = contextlib.nullcontext,
 ) -> Iterator[Swap]:
-    """Run attention calls with the kernel that a plan chose for their module, phase and key length.
+    """Run attention calls with the kernel that a plan chose for them.
+
+    The choice depends on a call's module, phase and key length, and on its denoising step if the
+    plan names steps. Steps begin at 0 in each run of a live pipeline that contains the denoiser,
+    or else with the block, so only one run at a time may use such a plan.
 
     In all other respects, this function works like `use_kernel`. Calls from other modules go to the
     model's own attention and are counted as not in the plan. The model must already be built, and
     must not run in `nn.DataParallel`. In a compiled language model, a call with one query is
     `decode` and any other call is `prefill`. A model that `torch.compile` split at graph breaks
     must be retraced before calls can be assigned to modules: if its calls are counted as not in the
-    plan, call `torch.compiler.reset()` first.
+    plan, call `torch.compiler.reset()` first. If the plan names steps, the denoiser itself must be
+    compiled, not a function around it, before the block.
 
     Args:
         plan: a file written by `replay plan`, or a `Plan`.
@@ -130,14 +139,16 @@ def use_plan(
 
     Raises:
         PlanError: the file is not a plan, is for another type of GPU, or names code that
-            `trust_code` does not allow.
+            `trust_code` does not allow; inside the block, the plan names steps, and the step of a
+            call is unknown or a CUDA graph is being captured.
         PlanMismatch: no module has a name in the plan.
         KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
         RuntimeError: another swap, or a recording, is active.
 
     Warns:
-        UserWarning: at the end of the block, if no kernel handled a call, or if calls had key
-            lengths that the plan was not made for; they ran the kernel of the nearest range.
+        UserWarning: at the end of the block, if no kernel handled a call; if calls had key lengths
+            that the plan was not made for, which ran the kernel of the nearest range; or if there
+            were later steps than the plan names, which ran the model's own attention.
 
     Example:
         >>> with use_plan("plan.json") as swap:
@@ -147,7 +158,8 @@ def use_plan(
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
     # Modules are looked up before the device, because their weights determine it.
-    places = PlannedModules(plan.by_module, module)
+    choices, by_step = _choices(plan)
+    places = PlannedModules(choices, module)
     misfit = mismatch(plan.device, types_at_hand(places.devices))
     if misfit and not any_device:
         raise PlanError(
@@ -160,11 +172,33 @@ def use_plan(
             "allow it to run with trust_code=True"
         )
     names = dict.fromkeys(choice.kernel for choice in plan.choices)
-    with _in_place(names, kernel_here, around, NOT_PLANNED) as swap, places.followed():
+    steps = numbered_steps(places.denoisers) if by_step else contextlib.nullcontext()
+    swapped = _in_place(names, kernel_here, around, NOT_PLANNED, by_step=by_step)
+    with swapped as swap, places.followed(), steps:
         swap.missing, swap.planned_lengths = places.missing, plan.kv_lens
+        swap.planned_steps = plan.steps
         yield swap
     if swap.other_lengths is not None:
         warnings.warn(f"{swap.on_other_lengths}: record such a run and plan again", stacklevel=3)
+    if swap.other_steps is not None:
+        warnings.warn(f"{swap.on_other_steps}: record such a run and plan again", stacklevel=3)
+
+
+def _choices(plan: Plan) -> tuple[dict[str, Choices], dict[str, KernelsByStep]]:
+    """Return a plan's kernels by module, and the kernels that depend on the step by their text."""
+    by_step: dict[str, KernelsByStep] = {}
+
+    def kernels(planned: KernelsByLength | KernelsByStep) -> KernelsByLength:
+        if not isinstance(planned, KernelsByStep):
+            return planned
+        by_step[str(planned)] = planned
+        return ((0, str(planned)),)
+
+    choices: dict[str, Choices] = {
+        module: {phase: kernels(planned) for phase, planned in phases.items()}
+        for module, phases in plan.by_module.items()
+    }
+    return choices, by_step
 
 
 @contextlib.contextmanager
@@ -192,6 +226,7 @@ def _in_place(
     around: Around,
     outside: str,
     thread: int | None = None,
+    by_step: Mapping[str, KernelsByStep] | None = None,
 ) -> Iterator[Swap]:
     """Route calls to the kernels of these names, as `choose` decides, in one thread or in all."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -200,7 +235,7 @@ def _in_place(
         if reason := kernel.unavailable(device):
             raise KernelNameError(f"{name} cannot run on {device}: {reason}")
     swap = Swap({name: CallCounts() for name in kernels}, outside=outside)
-    with _followed(swap, kernels, choose, around, thread):
+    with _followed(swap, kernels, choose, around, thread, by_step):
         yield swap
     if not swap.hits:
         unanswered = dict(swap.fallbacks)
@@ -219,14 +254,15 @@ def _followed(
     choose: Callable[[Arguments], str | None],
     around: Around,
     thread: int | None = None,
+    by_step: Mapping[str, KernelsByStep] | None = None,
 ) -> Iterator[Swap]:
-    dispatcher = CallDispatcher(swap, kernels, choose, around, thread)
+    dispatcher = CallDispatcher(swap, kernels, choose, around, thread, by_step)
     with (
         intercept(dispatcher.handle, calling_operator(choose)),
         follow_entry_points(dispatcher.handle),
         tracing_reported(dispatcher.traced),
         answering(dispatcher),
-        _raised_recompile_limit(kernels),
+        _raised_recompile_limit([*kernels, *(by_step or ())]),
     ):
         yield swap
 

@@ -11,6 +11,7 @@ from capture.call.shape import Shape
 from capture.hooks.phases import RECOMPUTE
 from capture.recording.sampling import PHASES
 from replay.plan.key_lengths import REACH
+from replay.plan.step_ranges import StepRange
 from replay.rows.row import HERE, CallFacts, KernelId, Mask, Row
 
 
@@ -29,6 +30,8 @@ class Counted:
     shares: Mapping[str, float]
     """Shares of the replayed calls, by name, with a sum of 1; empty if no replayed call matches."""
     kv_len: int
+    steps: StepRange
+    """Steps of the calls, which share them equally: denoising steps, or else forward passes."""
 
 
 def match(
@@ -72,7 +75,8 @@ def match(
         pools = (own, pool) if own_first else (pool,)
         kv_len = signature["key"][-2]
         shares = _shares(pools, kv_len) if pool else {}
-        counted.append(Counted(row["module"], row["phase"], row["calls"], shares, kv_len))
+        steps = StepRange(row.get("first_step", 0), row.get("last_step", 0))
+        counted.append(Counted(row["module"], row["phase"], row["calls"], shares, kv_len, steps))
     return counted
 
 

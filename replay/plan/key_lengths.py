@@ -19,6 +19,9 @@ REACH = 1.25
 Times are not extrapolated, because the slope between two nearby lengths is mostly noise.
 """
 
+MOST_KEYS = 2**40
+"""Largest key length that a plan can name."""
+
 KernelsByLength = tuple[tuple[int, str], ...]
 """Smallest key length of each kernel, and the kernel; longest first, and the last length is 0."""
 

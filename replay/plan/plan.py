@@ -1,8 +1,8 @@
 """Plan, which names a kernel for each layer, and the error budget of the plan.
 
 A layer is a module in a phase. If its calls differ in their key lengths, it may have a kernel for
-each range of lengths (`replay.plan.key_lengths`). `replay.plan.choose` makes plans,
-`replay.use_plan` applies them.
+each range of lengths (`replay.plan.key_lengths`), and in the phase `denoise` also for each range of
+steps (`replay.plan.step_ranges`). `replay.plan.choose` makes plans, `replay.use_plan` applies them.
 """
 
 from __future__ import annotations
@@ -10,29 +10,40 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from attention_replay.errors import Error
-from capture.storage.json_data import parsed, shown
+from capture.storage.json_data import parsed, shown, typed
 from replay.plan.key_lengths import (
+    MOST_KEYS,
     KernelsByLength,
     KeyLengths,
     kernel_for,
     kernels_by_length,
     within_reach,
 )
+from replay.plan.step_ranges import (
+    ALL_STEPS,
+    MOST_STEPS,
+    KernelsByStep,
+    StepRange,
+    kernels_by_step,
+)
 from replay.rows.meaning import COSINE_NOISE
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row_files import plain, rebuilt
 
-FORMAT = "attention-replay-plan/2"
-READABLE = (FORMAT, "attention-replay-plan/1")
-"""Formats that can be read. In format 1, a layer has one kernel for all lengths."""
+FORMAT = "attention-replay-plan/3"
+READABLE = (FORMAT, "attention-replay-plan/2", "attention-replay-plan/1")
+"""Formats that can be read. Format 2 has no ranges of steps, and format 1 none of lengths."""
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
 """Metrics that a budget can limit, with example limits: a minimum for cosine, maxima otherwise."""
+
+DENOISE = "denoise"
+"""Phase whose calls belong to denoising steps (`capture.hooks.phases`)."""
 
 HOW = "make one with `replay plan --dir DIR --budget cosine=0.998`"
 
@@ -108,8 +119,30 @@ class Worst:
 
 
 @dataclass(frozen=True)
+class TotalError:
+    """Limit of the sum of the errors of a run's calls, and the plan's use of it."""
+
+    limit: float
+    error: float | None
+    """Sum of `replay.plan.cells.error_energy` over the calls; None if every plan exceeds the limit,
+    so that all layers keep the baseline."""
+    gap: float | None
+    """Largest share of the planned attention time that another plan within the limit could save."""
+
+    def __post_init__(self) -> None:
+        """Check the figures, which may come from a file.
+
+        Raises:
+            ValueError: a figure is not finite, or is negative.
+        """
+        for name, figure in vars(self).items():
+            if figure is not None and not 0 <= figure < math.inf:
+                raise ValueError(f"{name} of the total error is {figure} (must be at least 0)")
+
+
+@dataclass(frozen=True)
 class LayerChoice:
-    """Choice of a plan for one layer, or for a range of its key lengths."""
+    """Choice of a plan for one layer, or for a range of its key lengths or steps."""
 
     module: str
     phase: str
@@ -131,6 +164,31 @@ class LayerChoice:
     """Key lengths of the calls; None in plans of format 1, and without calls."""
     baseline: str = ""
     """Kernel that the model itself runs at this layer; empty if it is the plan's baseline."""
+    steps: StepRange | None = None
+    """Denoising steps of the calls; None for all steps."""
+
+    def __post_init__(self) -> None:
+        """Check the figures and ranges, which may come from a file.
+
+        Raises:
+            ValueError: a figure is not finite, a number or a range is out of its bounds, or steps
+                are named in another phase than `denoise`.
+        """
+        for name in ("time_ms", "baseline_ms", "saved_ms"):
+            figure = getattr(self, name)
+            if figure is not None and not math.isfinite(figure):
+                raise ValueError(f"{name} of {self.module} is {figure}, not a finite number")
+        if min(self.calls, self.captured) < 0:
+            raise ValueError(f"{self.module} has a negative number of calls")
+        _check_range("kv_lens", self.kv_lens, MOST_KEYS)
+        _check_range("steps", self.steps, MOST_STEPS - 1)
+        if self.steps is not None and self.phase != DENOISE:
+            raise ValueError(f"only the phase {DENOISE} has steps, not {self.phase}")
+
+
+def _check_range(name: str, ends: tuple[int, int] | None, most: int) -> None:
+    if ends is not None and not 0 <= ends[0] <= ends[1] <= most:
+        raise ValueError(f"{name} {ends[0]} to {ends[1]} is not a range within 0 to {most}")
 
 
 @dataclass(frozen=True)
@@ -147,26 +205,32 @@ class Plan:
     """Kernels rejected although they were the fastest at some layer, with the reasons."""
     device: str = ""
     """Type of device that the plan was measured on (`replay.plan.plan_device`), or empty."""
+    total_error: TotalError | None = None
 
-    def kernel_at(self, module: str, phase: str, kv_len: int) -> str:
-        """Return the name of the kernel for a layer's calls of a key length."""
-        kernels = self.by_module.get(module, {}).get(phase)
+    def kernel_at(self, module: str, phase: str, kv_len: int, step: int) -> str:
+        """Return the name of the kernel for a layer's calls of a key length at a step.
+
+        The step, from 0, counts only if the layer's choices name steps. The baseline runs at steps
+        that they do not name.
+        """
+        kernels = self.by_module.get(module, {}).get(phase, ())
+        if isinstance(kernels, KernelsByStep):
+            kernels = kernels.at(step)
         return kernel_for(kv_len, kernels) if kernels else self.baseline
 
     @functools.cached_property
-    def by_module(self) -> Mapping[str, Mapping[str, KernelsByLength]]:
+    def by_module(self) -> Mapping[str, Mapping[str, KernelsByLength | KernelsByStep]]:
         """Kernels by module and phase.
 
         Raises:
-            ValueError: two choices are for the same lengths of a layer.
+            ValueError: two choices are for the same lengths and steps of a layer.
         """
-        layers: dict[tuple[str, str], list[tuple[KeyLengths, str]]] = {}
+        layers: dict[tuple[str, str], list[LayerChoice]] = {}
         for each in self.choices:
-            lengths = each.kv_lens or KeyLengths(0, 0)
-            layers.setdefault((each.module, each.phase), []).append((lengths, each.kernel))
-        found: dict[str, dict[str, KernelsByLength]] = {}
-        for (module, phase), kernels in layers.items():
-            found.setdefault(module, {})[phase] = kernels_by_length(kernels)
+            layers.setdefault((each.module, each.phase), []).append(each)
+        found: dict[str, dict[str, KernelsByLength | KernelsByStep]] = {}
+        for (module, phase), choices in layers.items():
+            found.setdefault(module, {})[phase] = _kernels_of(choices)
         return found
 
     @property
@@ -174,6 +238,14 @@ class Plan:
         """Key lengths that the plan was made for; empty if it does not name any."""
         named = [each.kv_lens for each in self.choices if each.kv_lens is not None]
         return within_reach(named) if len(named) == len(self.choices) else []
+
+    @property
+    def steps(self) -> StepRange | None:
+        """Steps from the first to the last that a choice names; None if no choice names any."""
+        named = [each.steps for each in self.choices if each.steps is not None]
+        if not named:
+            return None
+        return StepRange(min(steps.first for steps in named), max(steps.last for steps in named))
 
     @property
     def kernels(self) -> list[str]:
@@ -192,6 +264,12 @@ class Plan:
         return [kernel for kernel in named if ".py:" in kernel]
 
     @property
+    def limits(self) -> str:
+        """Limits of the plan's errors, e.g. `cosine ≥ 0.998, total error ≤ 0.1`."""
+        total = "" if self.total_error is None else f", total error ≤ {self.total_error.limit:g}"
+        return f"{self.budget}{total}"
+
+    @property
     def saved_ms(self) -> float:
         """Return the predicted time saved per run."""
         return sum(choice.saved_ms for choice in self.choices)
@@ -208,6 +286,7 @@ class Plan:
             "weights": self.weights,
             "device": self.device,
             "budget": {self.budget.metric: self.budget.limit},
+            "total_error": None if self.total_error is None else asdict(self.total_error),
             "baseline": self.baseline,
             "saved_ms": self.saved_ms,
             "left_out": self.left_out,
@@ -237,23 +316,28 @@ class Plan:
             raise PlanError(f"{path} is not a plan (format {shown(found)}, not {FORMAT!r}): {HOW}")
         try:
             ((metric, limit),) = data["budget"].items()
+            total = data.get("total_error")
             plan = cls(
-                data["model"],
-                data["weights"],
+                typed(str, data["model"], "model"),
+                typed(str, data["weights"], "weights"),
                 parse_budget(f"{metric}={limit}"),
-                data["baseline"],
+                typed(str, data["baseline"], "baseline"),
                 [rebuilt(LayerChoice, choice) for choice in data["choices"]],
-                dict(data["left_out"]),
-                data["device"],
+                typed(dict[str, str], data["left_out"], "left_out"),
+                typed(str, data["device"], "device"),
+                None if total is None else rebuilt(TotalError, total),
             )
             plan.by_module  # noqa: B018 - raises if ranges overlap
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
-        # Names are passed on to kernels and modules, so refuse a plan whose names are not strings.
-        names = [
-            (plan.baseline, plan.device),
-            *((each.module, each.phase, each.kernel, each.baseline) for each in plan.choices),
-        ]
-        if not all(isinstance(name, str) for each in names for name in each):
-            raise PlanError(f"the plan {path} is damaged (a name is not a string): {HOW}")
         return plan
+
+
+def _kernels_of(choices: Sequence[LayerChoice]) -> KernelsByLength | KernelsByStep:
+    """Return the kernels of one layer."""
+    kernels = [(each.kv_lens or KeyLengths(0, 0), each.kernel) for each in choices]
+    if all(each.steps is None for each in choices):
+        return kernels_by_length(kernels)
+    return kernels_by_step(
+        (each.steps or ALL_STEPS, *kernel) for each, kernel in zip(choices, kernels, strict=True)
+    )

@@ -13,7 +13,9 @@ from capture.call.head_ranges import ranges
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.plan.choose import Uniform
-from replay.plan.plan import Budget, LayerChoice, Plan
+from replay.plan.key_lengths import KeyLengths
+from replay.plan.plan import Budget, LayerChoice, Plan, TotalError
+from replay.plan.step_ranges import StepRange
 from replay.report.fitted import FittedTable
 from replay.rows.meaning import floored
 
@@ -29,11 +31,11 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
 
     Layers with the same kernel share a line, such as `blocks.0-29.attn1`, if their modules differ
     only in a number. The line shows the mean time over their calls and the worst error. A layer
-    that has several kernels has a line for each range of key lengths.
+    that has several kernels has a line for each range of key lengths and of steps.
     """
     metric = plan.budget.metric
     console.print()
-    title = " · ".join(filter(None, ("plan", plan.model, plan.device, str(plan.budget))))
+    title = " · ".join(filter(None, ("plan", plan.model, plan.device, plan.limits)))
     console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
@@ -41,14 +43,14 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     # Merge layers with equal choices, so that the table of a large model fits on a screen.
     for name, choices in fold(plan.choices):
         first = choices[0]
-        lengths = f", {first.kv_lens}" if _layer(first) in divided else ""
+        calls = [first.phase, *map(str, _ranges(first, divided))]
         style = "" if first.inside else "yellow" if first.covered else "dim"
         table.add_row(
             *(
                 Text(cell, style)
                 for cell in (
                     _at_dots(name, NAME_WIDTH) or "(no module)",
-                    printable(first.phase) + lengths,
+                    printable(", ".join(calls)),
                     first.kernel,
                     _mean_ms(choices, lambda choice: choice.time_ms),
                     _mean_ms(choices, lambda choice: choice.baseline_ms),
@@ -59,6 +61,8 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
         )
     console.print(table)
     console.print(_total(plan))
+    if plan.total_error is not None:
+        console.print(Text(_error_sentence(plan.total_error)))
     for note in _notes(plan):
         console.print(Text(printable(note), "yellow"))
     console.print()
@@ -96,8 +100,16 @@ def _merged(
 
 
 def _kind(choice: LayerChoice, divided: Collection[tuple[str, str]]) -> tuple[object, ...]:
-    lengths = choice.kv_lens if _layer(choice) in divided else None
-    return (choice.phase, choice.kernel, choice.covered, choice.inside, lengths)
+    ranges = _ranges(choice, divided)
+    return (choice.phase, choice.kernel, choice.covered, choice.inside, *ranges)
+
+
+def _ranges(
+    choice: LayerChoice, divided: Collection[tuple[str, str]]
+) -> list[KeyLengths | StepRange | None]:
+    """Return the ranges that distinguish a choice from others of its layer."""
+    lengths = [choice.kv_lens] if _layer(choice) in divided else []
+    return [*lengths, *([] if choice.steps is None else [choice.steps])]
 
 
 def _layer(choice: LayerChoice) -> tuple[str, str]:
@@ -105,8 +117,11 @@ def _layer(choice: LayerChoice) -> tuple[str, str]:
 
 
 def _divided(choices: Sequence[LayerChoice]) -> set[tuple[str, str]]:
-    """Return the layers that have a choice for each range of key lengths."""
-    return {layer for layer, number in Counter(map(_layer, choices)).items() if number > 1}
+    """Return the layers whose choices have different ranges of key lengths."""
+    different = {(*_layer(choice), choice.kv_lens) for choice in choices}
+    return {
+        layer for layer, number in Counter(each[:2] for each in different).items() if number > 1
+    }
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str]) -> FittedTable:
@@ -160,10 +175,22 @@ def _total(plan: Plan) -> Text:
     )
 
 
+def _error_sentence(total: TotalError) -> str:
+    if total.error is None or total.gap is None:
+        return (
+            f"every choice of kernels has a total error above {total.limit:g}, so all layers keep "
+            "the model's own attention"
+        )
+    return (
+        f"total error {total.error:.3g}; "
+        f"bound on the planned objective: within {100 * total.gap:.2g} %"
+    )
+
+
 def _notes(plan: Plan) -> list[str]:
     notes = [f"{kernel} left out: {reason}" for kernel, reason in plan.left_out.items()]
     layers = len({_layer(choice) for choice in plan.choices})
-    missing = sum(not choice.covered for choice in plan.choices)
+    missing = len({_layer(each) for each in plan.choices if not each.covered})
     if missing:
         notes.append(
             f"{missing} of {layers} layers were not captured and keep the model's own attention: "

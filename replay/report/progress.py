@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from replay.distribution.pace import Pace
 
 if TYPE_CHECKING:
     from replay.workers.execution import Progress
-    from replay.workloads.workload import Workload
 
 
 class TimeColumn(ProgressColumn):
@@ -38,6 +37,17 @@ class TimeColumn(ProgressColumn):
 @contextlib.contextmanager
 def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
     """Show the progress of a replay; yield a function that reports a call and its stage."""
+    with shown_pace(pace, "starting workers", quiet=quiet) as report:
+        yield lambda workload, stage: report(workload.label, stage)
+
+
+@contextlib.contextmanager
+def shown_pace(pace: Pace, first: str, *, quiet: bool) -> Iterator[Callable[[str, str], None]]:
+    """Show the progress of named tasks; yield a function that reports a task and its stage.
+
+    Args:
+        first: text shown until a task reports its first stage.
+    """
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
         BarColumn(bar_width=16),
@@ -52,15 +62,15 @@ def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
         disable=quiet or not console.is_terminal,
         expand=True,
     ) as progress:
-        task = progress.add_task("starting workers", total=pace.total)
+        task = progress.add_task(first, total=pace.total)
 
-        def report(workload: Workload, stage: str) -> None:
+        def report(name: str, stage: str) -> None:
             if stage == DONE:
-                pace.leave(workload.label)
+                pace.leave(name)
                 progress.update(task, completed=pace.done)
                 return
-            pace.enter(workload.label, stage)
-            progress.update(task, description=printable(f"{workload.label}: {stage}"))
+            pace.enter(name, stage)
+            progress.update(task, description=printable(f"{name}: {stage}"))
 
         yield report
         pace.finish()

@@ -21,7 +21,18 @@ import capture
 import replay
 
 PACKAGES = (ar, capture, replay)
-TYPES = {"AttentionCall", "Dataset", "Error", "Kernel", "Plan", "Recording", "Row", "Rows"}
+TYPES = {
+    "Applied",
+    "AttentionCall",
+    "Dataset",
+    "Error",
+    "Kernel",
+    "Plan",
+    "Recording",
+    "Row",
+    "Rows",
+    "Tuning",
+}
 FUNCTIONS = sorted(set(ar.__all__) - TYPES - {"__version__"})
 
 packages = pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.__name__)

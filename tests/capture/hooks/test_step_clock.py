@@ -42,6 +42,8 @@ class Pipeline:
         self.components[name](torch.zeros(1, 1, 4, 8), timestep)
 
     def __call__(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.set_timesteps(3)
         for index in range(3):
             self._body(self, index)
             if self.scheduler is not None:
@@ -133,6 +135,17 @@ def test_step_is_the_schedulers(
     if {origin.module for origin in found} == {"first"}:
         assert [origin.forward_index for origin in found] == [*range(6)]
     assert "forwards" not in run_cli("show", str(tmp_path / "d"))[1]
+
+
+def test_steps_begin_at_0_in_each_run(tmp_path: Path) -> None:
+    pipeline = Pipeline(Scheduler(), guidance(unknown))
+    with record(pipeline, tmp_path / "d", max=99) as recording:
+        pipeline()
+        pipeline()
+    assert [call.origin.step for call in load(tmp_path / "d")] == 2 * TWICE
+    assert [(count.first_step, count.last_step) for _, count in recording.census.items()] == [
+        (0, 2)
+    ]
 
 
 def test_step_replaced_by_the_program_is_not_restored() -> None:

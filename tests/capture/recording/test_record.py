@@ -148,7 +148,7 @@ def test_nested_recording_is_refused_and_writes_nothing(
 ) -> None:
     with record(layers, tmp_path / "outer"):
         with (
-            pytest.raises(RuntimeError, match="already intercepted; end that recording, or leave"),
+            pytest.raises(RuntimeError, match="already intercepted; end that recording, leave"),
             record(layers, tmp_path / "inner"),
         ):
             pytest.fail("ran")

@@ -78,11 +78,12 @@ def test_plan_of_given_rows_is_that_of_the_command(tmp_path: Path) -> None:
     with ar.record(layer, out=directory, max=2):
         layer(torch.randn(1, 2, 16, 8))
     rows = ar.replay(directory, kernels="torch-math", for_model=True, **QUICK)
-    plan = ar.plan(directory, rows, budget="rmse=1")
+    plan = ar.plan(directory, rows, budget="rmse=1", total_error=1.0)
     assert plan.baseline == "torch-default"
     assert str(plan.budget) == "rmse ≤ 1"
+    assert plan.total_error is not None
     file, written = tmp_path / "rows.jsonl", tmp_path / "plan.json"
     rows.write(file)
-    given = ["--rows", str(file), "--budget", "rmse=1", "--device", "cpu", "-q"]
+    given = f"--rows {file} --budget rmse=1 --total-error 1 --device cpu -q".split()
     assert exit_code(main, "plan", "--dir", str(directory), "--out", str(written), *given) == 0
     assert ar.Plan.load(written) == plan

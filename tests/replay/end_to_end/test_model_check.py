@@ -266,7 +266,11 @@ def test_inputs_changed_in_the_replay_are_listed() -> None:
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
     rows[1] = replace(rows[1], changed_inputs=("key",))
     planned = Variant("plan", "", plan=Path("plan.json"))
-    plan = {"plan": lambda module, phase, kv_len: KernelId("a" if module == "layers.0" else "b")}
+    rows = [replace(each, call=replace(each.call, step=1)) for each in rows]
+    a, b = KernelId("a"), KernelId("b")
+    plan = {
+        "plan": lambda module, phase, kv_len, step: a if (module, step) == ("layers.0", 1) else b
+    }
     found = checked(Pretended(), "a", "b", planned, rows=rows, kernel_at=plan)
     assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
 

@@ -129,17 +129,21 @@ def test_a_kernel_without_a_confirmed_row_has_no_prediction() -> None:
 
 
 def test_plan_keeps_the_baseline_where_it_says_so() -> None:
-    """The kernel is wrong at a layer where the plan keeps the baseline."""
+    """The kernel is wrong at a layer, and too inexact in early steps of the others."""
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
     rows.append(row("new", b, 1.0, "inaccurate"))
-    counted = census(*((f"layers.{layer}", "denoise", 64, 4) for layer in range(3)))
-    run = predicted(
-        counted, rows, kernel_at=lambda module, phase, kv_len: OLD if module == "layers.1" else NEW
-    ).run
+    counted = census(*((f"layers.{layer}", "denoise", 64, 6) for layer in range(3)))
+    for each in counted["rows"]:
+        each |= {"first_step": 0, "last_step": 2}
+
+    def kernel_at(module: str, phase: str, kv_len: int, step: int) -> KernelId:
+        return OLD if module == "layers.1" or step < 1 else NEW
+
+    run = predicted(counted, rows, kernel_at=kernel_at).run
     # layers.2 was not recorded, so its saving is the mean of the others.
     assert new_seconds(run).value == pytest.approx(1 - 4 * 0.005 - 4 * 0.007)
-    assert run.calls == Calls(swapped=8, own=4)
+    assert run.calls == Calls(swapped=8, own=10)
 
 
 @pytest.mark.parametrize(

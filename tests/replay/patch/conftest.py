@@ -13,6 +13,7 @@ from replay import register_kernel
 from replay.kernels import registry
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan
+from replay.plan.step_ranges import StepRange
 
 
 def _counters() -> Any:
@@ -37,11 +38,15 @@ def graphs() -> int:
     return int(_counters()["stats"]["unique_graphs"])
 
 
-def plan_of(*choices: tuple[str, str, str], kv_lens: Sequence[KeyLengths] = ()) -> Plan:
-    """Return a plan of (module, phase, kernel), for these ranges of key lengths."""
+def plan_of(
+    *choices: tuple[str, str, str],
+    kv_lens: Sequence[KeyLengths] = (),
+    steps: Sequence[StepRange] = (),
+) -> Plan:
+    """Return a plan of (module, phase, kernel), for these ranges of key lengths and steps."""
     layers = [
-        LayerChoice(*choice, True, True, None, None, None, 0.0, 1, 1, lengths)
-        for choice, lengths in zip_longest(choices, kv_lens)
+        LayerChoice(*choice, True, True, None, None, None, 0.0, 1, 1, lengths, "", at)
+        for choice, lengths, at in zip_longest(choices, kv_lens, steps)
     ]
     return Plan("model", "random", Budget("cosine", 0.9), "torch-math", layers)
 

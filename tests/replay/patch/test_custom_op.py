@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel
-from replay.patch.custom_op import attend, costs_reshape, laid_out, strides_like
+from replay.patch.custom_op import attend, attend_by_step, costs_reshape, laid_out, strides_like
 
 from .conftest import graphs
 
@@ -162,11 +162,14 @@ def test_reshape_is_free_in_the_layout_of_a_transposed_query() -> None:
 def test_fake_implementation_matches_the_operator() -> None:
     query, key = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 2, 7, 8)
     value, mask = torch.randn(2, 2, 7, 6), torch.ones(5, 7, dtype=torch.bool)
-    torch.library.opcheck(
-        attend,
-        ("", query, key, value, mask, 0.0, False, None, True),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
+    for operator in (attend, attend_by_step):
+        torch.library.opcheck(
+            operator,
+            ("", query, key, value, mask, 0.0, False, None, True),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+    unsafe = {tag for tag in operator._opoverload.tags if tag.name == "cudagraph_unsafe"}
+    assert unsafe or not hasattr(torch.Tag, "cudagraph_unsafe")
 
 
 def test_a_kernel_that_compiles_itself_does_so_inside_the_operator() -> None:

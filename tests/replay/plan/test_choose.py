@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 
-from capture.call.shape import Shape
+from replay.accuracy.errors import compare
 from replay.plan.call_matching import CensusError
+from replay.plan.cells import error_energy
 from replay.plan.choose import Uniform, choose, uniform
 from replay.plan.plan import Budget, PlanError
+from replay.plan.step_ranges import StepRange
 from replay.rows.errors_of_output import Accuracy
 from replay.rows.row import Machine, Row, Status
 from replay.timing.statistics import paired_speedup
-from tests.factories import accuracy, census, errors, row, speedup_over
+from tests.factories import accuracy, census, errors, normal, row, speedup_over
 from tests.factories import call_facts as facts
 
 COSINE = Budget("cosine", 0.99)
@@ -52,8 +54,8 @@ def test_the_fastest_inside_the_budget_at_each_layer() -> None:
     assert (first.calls, first.captured) == (10, 1)
     assert first.worst is not None
     assert first.worst.cosine == 0.999
-    assert plan.kernel_at("layers.1", "denoise", 64) == "middling"
-    assert plan.kernel_at("layers.1", "encode", 64) == "old"
+    assert plan.kernel_at("layers.1", "denoise", 64, 0) == "middling"
+    assert plan.kernel_at("layers.1", "encode", 64, 0) == "old"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_lengths_of_a_layer_have_their_own_kernels(
     assert [(each.kernel, each.kv_lens) for each in plan.choices] == expected
     assert sum(each.calls for each in plan.choices) == 12
     for kernel, ends in expected:
-        assert {plan.kernel_at("layers.0", "denoise", kv_len) for kv_len in ends} == {kernel}
+        assert {plan.kernel_at("layers.0", "denoise", kv_len, 0) for kv_len in ends} == {kernel}
 
 
 def test_baseline_of_a_layer_is_the_kernel_that_the_model_ran() -> None:
@@ -98,32 +100,28 @@ def test_baseline_of_a_layer_is_the_kernel_that_the_model_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "good", "bad"),
-    [("cosine", 0.999, 0.9), ("relative_l1", 0.01, 0.2), ("rmse", 0.01, 0.2)],
+    ("metric", "good", "bad", "limit"),
+    [
+        ("cosine", 0.999, 0.9, 0.95),
+        ("relative_l1", 0.01, 0.2, 0.1),
+        ("rmse", 0.01, 0.2, 0.1),
+        ("cosine", 0.999, math.nan, 0.95),
+        ("rmse", 0.01, math.nan, 0.1),
+    ],
 )
-def test_the_worst_call_decides(metric: str, good: float, bad: float) -> None:
+def test_the_worst_call_decides(metric: str, good: float, bad: float, limit: float) -> None:
     calls = [facts(name, "layers.0") for name in "ab"]
     counted = census(("layers.0", "denoise", 64, 2))
-    budget = Budget(metric, (good + bad) / 2)
+    budget = Budget(metric, limit)
     for figures, kernel in (((good, good), "new"), ((good, bad), "old"), ((bad, good), "old")):
-        rows = []
-        for call, figure in zip(calls, figures, strict=True):
-            rows += [
-                row("old", call, 10.0),
-                row("new", call, 5.0, accuracy=judged(**{metric: figure})),
-            ]
+        rows = [row("old", call, 10.0) for call in calls]
+        rows += [
+            row("new", call, 5.0, accuracy=judged(**{metric: figure}))
+            for call, figure in zip(calls, figures, strict=True)
+        ]
         assert chosen(rows, counted, budget) == {"layers.0": kernel}
         worst = uniform(rows, counted, budget, "old")[1].worst_figure
-        assert worst == (good if kernel == "new" else bad)
-
-
-@pytest.mark.parametrize("metric", ["cosine", "relative_l1", "rmse"])
-def test_nan_is_the_worst_figure(metric: str) -> None:
-    calls = [CALL, facts("b", "layers.0")]
-    nan = judged(**{metric: math.nan})
-    rows = [row("old", call, 10.0) for call in calls]
-    rows += [row("new", calls[0], 5.0, accuracy=nan), row("new", calls[1], 5.0)]
-    assert chosen(rows, ONE_LAYER, Budget(metric, 0.5)) == {"layers.0": "old"}
+        assert worst == pytest.approx(good if kernel == "new" else bad, nan_ok=True)
 
 
 @pytest.mark.parametrize("status", ["inaccurate", "unsupported", "crash", "error", "not-timed"])
@@ -163,6 +161,8 @@ def test_a_slower_kernel_is_chosen_where_the_baseline_is_outside() -> None:
     rows[1] = row("careful", CALL, 20.0, accuracy=judged(cosine=0.9))
     plan = choose(rows, counted, COSINE, "old")
     assert (plan.choices[0].kernel, plan.choices[0].inside) == ("old", False)
+    rows[1] = row("careful", CALL, 10.0)
+    assert choose(rows, counted, COSINE, "old", total_error=1).choices[0].kernel == "careful"
 
 
 def test_a_layer_that_was_not_captured_keeps_the_baseline() -> None:
@@ -246,17 +246,14 @@ def test_rows_that_make_no_plan() -> None:
 
 
 def test_plan_has_one_of_the_exclusive_kernels() -> None:
-    first, second = facts("a", "layers.0"), facts("b", "layers.1")
-    rows = [row("old", first, 10.0), row("x", first, 8.0), row("y", first, 20.0)]
-    rows += [row("old", second, 10.0), row("x", second, 20.0), row("y", second, 5.0)]
-    counted = census(("layers.0", "denoise", 64, 10), ("layers.1", "denoise", 64, 10))
-    sizes = counted["signatures"][0]
-    # Add a second signature with another synthetic counterpart.
-    longer = {**sizes, **{name: [1, 2, 128, 32] for name in ("query", "key", "value")}}
-    counted["signatures"].append(longer)
-    counted["rows"][1]["signature"] = 1
-    shape = Shape(1, 2, 2, 128, 128, 32, 32)
-    rows[3:] = [replace(each, call=replace(each.call, shape=shape)) for each in rows[3:]]
+    first, second = facts("a", "layers.0"), facts("b", "layers.1", kv_len=640)
+    times = ((first, 8.0, 20.0), (second, 20.0, 5.0))
+    rows = [
+        row(kernel, call, ms)
+        for call, x, y in times
+        for kernel, ms in (("old", 10.0), ("x", x), ("y", y))
+    ]
+    counted = census(("layers.0", "denoise", 64, 10), ("layers.1", "denoise", 640, 10))
 
     def kernels(*exclusive: str) -> list[str]:
         plan = choose(rows, counted, COSINE, "old", exclusive)
@@ -306,3 +303,109 @@ def test_a_kernel_that_ran_without_the_mask_is_not_chosen_where_models_pass_it()
     new = uniform(rows, counted, COSINE, "old")[1]
     assert (new.falls_back, new.worst_figure, new.saved_ms) == (1, None, 0.0)
     assert "mask rewritten as window 1023/0" in new.reason
+
+
+ENERGY = {"mae": 1.0, "relative_l1": 1.0}
+"""Figures with which the mean squared error is the error energy."""
+
+
+def test_total_error_is_spent_where_it_saves_most() -> None:
+    """Steps 0, 2 and 5 of six were recorded, at two calls for each step."""
+    rows = []
+    for layer, energies in (("layers.0", (4, 1, 1)), ("layers.1", (1, 9, 4))):
+        for step, energy in zip((0, 2, 5), energies, strict=True):
+            call = facts(f"{layer} {step}", layer, step=step)
+            rows += [
+                row("old", call, 10.0),
+                row("tied", call, 9.99),
+                row("new", call, 5.0, accuracy=judged(mse=float(energy), **ENERGY)),
+            ]
+    counted = census(("layers.0", "denoise", 64, 12), ("layers.1", "denoise", 64, 12), steps=6)
+
+    def ranges(limit: float) -> list[tuple[str, str, StepRange | None]]:
+        plan = choose(rows, counted, COSINE, "old", total_error=limit)
+        assert sum(each.calls for each in plan.choices) == 24
+        return [(each.module, each.kernel, each.steps) for each in plan.choices]
+
+    early, middle, late = StepRange(0, 1), StepRange(2, 3), StepRange(4, 5)
+    assert ranges(0) == [("layers.0", "old", None), ("layers.1", "old", None)]
+    assert ranges(12) == [
+        ("layers.0", "old", early),
+        ("layers.0", "new", StepRange(2, 5)),
+        ("layers.1", "new", early),
+        ("layers.1", "old", StepRange(2, 5)),
+    ]
+    assert ranges(4 * 15) == [
+        ("layers.0", "new", None),
+        ("layers.1", "new", early),
+        ("layers.1", "old", middle),
+        ("layers.1", "new", late),
+    ]
+    plan = choose(rows, counted, COSINE, "old", total_error=12)
+    assert plan.saved_ms == pytest.approx(3 * 4 * 5)
+    assert plan.total_error is not None
+    assert astuple(plan.total_error) == pytest.approx((12, 12, 0))
+
+
+def test_total_error_divides_steps_of_each_range_of_lengths() -> None:
+    """Calls with 80 keys, which share a range with 77, are at step 0 alone."""
+    rows = []
+    for kv_len, energies in ((4, (1, 1)), (77, (1, 9))):
+        for step, energy in enumerate(energies):
+            call = facts(f"{kv_len} {step}", step=step, kv_len=kv_len)
+            rows += [
+                row("old", call, 10.0),
+                row("new", call, 5.0, accuracy=judged(mse=float(energy), **ENERGY)),
+                row("wrong", call, 1.0, accuracy=judged(cosine=0.9)),
+            ]
+    sizes = ((4, 2), (77, 2), (80, 1))
+    counted = census(*(("layers.0", "denoise", *size) for size in sizes), steps=2)
+    counted["rows"][2]["last_step"] = 0
+
+    def ranges(limit: float) -> list[tuple[object, ...]]:
+        plan = choose(rows, counted, COSINE, "old", total_error=limit)
+        return [(each.kernel, each.kv_lens, each.steps, each.calls) for each in plan.choices]
+
+    assert ranges(4) == [
+        ("new", (4, 4), None, 2),
+        ("new", (77, 80), (0, 0), 2),
+        ("old", (77, 80), (1, 1), 1),
+    ]
+    assert ranges(13) == [("new", (4, 80), None, 5)]
+
+
+def test_plan_keeps_the_baseline_when_every_choice_exceeds_the_total_error() -> None:
+    """Only denoising steps are divided, and a layer that was not recorded has no error."""
+    rows = []
+    for step, energy in ((0, 1), (5, 3)):
+        call = facts(f"{step}", phase="decode", step=step)
+        rows += [
+            row("old", call, 10.0, accuracy=judged(mse=1.0, **ENERGY)),
+            row("new", call, 5.0, accuracy=judged(mse=float(energy), **ENERGY)),
+        ]
+    counted = census(("layers.0", "decode", 64, 6), ("layers.1", "decode", 64, 6), steps=6)
+    for limit, kernel, spent in (
+        (5, "old", (5, None, None)),
+        (11, "old", (11, 6, 0)),
+        (12, "new", (12, 12, 0)),
+    ):
+        plan = choose(rows, counted, COSINE, "old", total_error=limit)
+        assert [(each.kernel, each.steps) for each in plan.choices] == [
+            (kernel, None),
+            ("old", None),
+        ]
+        assert plan.total_error is not None
+        assert astuple(plan.total_error) == spent
+    for limit in (math.nan, math.inf, -1.0):
+        with pytest.raises(PlanError, match="must be finite and at least 0"):
+            choose(rows, counted, COSINE, "old", total_error=limit)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0])
+def test_error_energy_is_proportional_to_the_squared_error(scale: float) -> None:
+    reference = normal(1, 2, 3, 8)
+    noise = scale * normal(1, 2, 3, 8, seed=1)
+    energy = error_energy(compare(reference + noise, reference))
+    mean = reference.abs().mean()
+    assert energy == pytest.approx(float((noise**2).mean() / mean**2), rel=1e-3)
+    assert energy >= float((noise**2).sum() / (reference**2).sum())

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from replay.plan.key_lengths import KeyLengths
-from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, Worst, parse_budget
+from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, TotalError, Worst, parse_budget
+from replay.plan.step_ranges import StepRange
 
 EXACT = Worst(cosine=1.0, relative_l1=0.0, rmse=0.0)
 
@@ -25,12 +26,14 @@ def plan() -> Plan:
             LayerChoice(
                 *("layers.0", "denoise", "new", True, True, EXACT, 5.0, 10.0, 15.0, 3, 1),
                 kv_lens=KeyLengths(4, 77),
+                steps=StepRange(6, 49),
             ),
             LayerChoice("layers.1", "denoise", "old", True, False, far, 10.0, 10.0, 0.0, 3, 1),
             LayerChoice("layers.2", "denoise", "old", False, False, None, None, None, 0.0, 3, 0),
         ],
         {"newer": "new saves more"},
         "NVIDIA H200",
+        TotalError(0.5, 0.25, 1e-3),
     )
 
 
@@ -75,7 +78,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert data["format"] == "attention-replay-plan/2"
+    assert data["format"] == "attention-replay-plan/3"
     assert data["budget"] == {"cosine": 0.99}
     assert data["choices"][0]["kernel"] == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
@@ -88,13 +91,19 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     assert read.saved_ms == plan.saved_ms == 15
     assert read.left_out == plan.left_out
     assert read.device == plan.device == "NVIDIA H200"
-    data["format"] = "attention-replay-plan/1"
-    for choice in data["choices"]:
-        del choice["kv_lens"]
-    path.write_text(json.dumps(data))
-    earlier = Plan.load(path)
-    assert earlier.kv_lens == []
-    assert earlier.kernel_at("layers.0", "denoise", 1000) == "new"
+    assert read.total_error == plan.total_error
+    assert read.steps == plan.steps == StepRange(6, 49)
+    at_steps = [read.kernel_at("layers.0", "denoise", 77, step) for step in (5, 6, 49, 50)]
+    assert at_steps == ["old", "new", "new", "old"]
+    del data["total_error"]
+    for version, field in ((2, "steps"), (1, "kv_lens")):
+        data["format"] = f"attention-replay-plan/{version}"
+        for choice in data["choices"]:
+            del choice[field]
+        path.write_text(json.dumps(data))
+        assert Plan.load(path).kernel_at("layers.0", "denoise", 1000, 5) == "new"
+    assert (earlier := Plan.load(path)).kv_lens == []
+    assert earlier.steps is None
 
 
 def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
@@ -108,14 +117,37 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
         "not a plan (format 'other/1'": {**good, "format": "other/1"},
         "damaged ('choices')": {name: good[name] for name in good if name != "choices"},
         "damaged (unknown metric 'speed'": {**good, "budget": {"speed": 1}},
-        "a name is not a string": {**good, "baseline": None},
-        "(a name is not a string)": {**good, "device": 200},
-        "ranges of key lengths overlap: 4 to 77 keys and": {
+        "damaged (baseline is None)": {**good, "baseline": None},
+        "damaged (device is 200)": {**good, "device": 200},
+        "gap of the total error is -1": {
             **good,
-            "choices": [good["choices"][0], {**good["choices"][0], "kv_lens": [77, 80]}],
+            "total_error": {"limit": 1.0, "error": 1.0, "gap": -1.0},
         },
         "damaged (": {**good, "choices": [{"module": "layers.0"}]},
     }
+    first = good["choices"][0]
+    changed: dict[str, list[dict[str, Any]]] = {
+        "ranges of key lengths overlap: 4 to 77 keys and": [
+            {"steps": None},
+            {"steps": None, "kv_lens": [77, 80]},
+        ],
+        "two choices of a layer overlap at step 9)": [{"steps": [0, 9]}, {"steps": [9, 20]}],
+        "two choices of a layer overlap at steps 6 to 49)": [{}, {"steps": None}],
+        "steps 0 to 10000 is not a range within 0 to 9999": [{"steps": [0, 10_000]}],
+        "steps -1 to 3 is not a range": [{"steps": [-1, 3]}],
+        "steps 3 to 2 is not a range": [{"steps": [3, 2]}],
+        "first is nan": [{"steps": [math.nan, 3]}],
+        "last is 1e": [{"steps": {"first": 0, "last": 1e300}}],
+        "kv_lens 4 to 4611686018427387904 is not a range": [{"kv_lens": [4, 2**62]}],
+        "only the phase denoise has steps, not decode": [{"phase": "decode"}],
+        "saved_ms of layers.0 is nan": [{"saved_ms": math.nan}],
+        "time_ms of layers.0 is inf": [{"time_ms": math.inf}],
+        "negative number of calls": [{"calls": -1}],
+        "module is 7": [{"module": 7}],
+        "kernel is a list": [{"kernel": ["new"]}],
+    }
+    for message, choices in changed.items():
+        wrong[message] = {**good, "choices": [{**first, **each} for each in choices]}
     for message, content in wrong.items():
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(PlanError) as raised:

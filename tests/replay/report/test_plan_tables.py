@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from replay.plan.choose import Uniform
 from replay.plan.key_lengths import KeyLengths
-from replay.plan.plan import Budget, LayerChoice, Plan, Worst
+from replay.plan.plan import Budget, LayerChoice, Plan, TotalError, Worst
+from replay.plan.step_ranges import StepRange
 from replay.report.plan_tables import fold, print_plan
 from tests.printed import printed
 
@@ -29,9 +30,13 @@ def choice(
     )
 
 
-def report(choices: Sequence[LayerChoice], uniforms: Sequence[Uniform] = ()) -> str:
+def report(
+    choices: Sequence[LayerChoice],
+    uniforms: Sequence[Uniform] = (),
+    total: TotalError | None = None,
+) -> str:
     plan = Plan("cogvideo", "random, seed 0", BUDGET, "torch-default", list(choices))
-    return printed(print_plan, plan, uniforms)
+    return printed(print_plan, replace(plan, total_error=total), uniforms)
 
 
 def test_a_plan_says_nothing_to_the_terminal() -> None:
@@ -73,32 +78,43 @@ def test_unlike_choices_stay_apart() -> None:
     assert [name for name, _ in fold(choices)] == ["blocks.0-1,4-5.a", "blocks.2.a", "blocks.3.a"]
 
 
-def test_ranges_of_lengths_are_lines_of_their_own() -> None:
-    """A layer with one kernel does not show its lengths."""
+def test_ranges_of_lengths_and_steps_are_lines_of_their_own() -> None:
+    """A layer with one kernel, or one range of lengths, does not show its lengths."""
     choices = [
         replace(choice(f"blocks.{layer}.a", kernel), kv_lens=lengths)
         for layer in range(2)
         for kernel, lengths in (("sage1", KeyLengths(4, 4)), ("fa2", KeyLengths(60, 4096)))
     ]
     choices.append(replace(choice("blocks.2.a", "fa2"), kv_lens=KeyLengths(4, 4)))
+    assert "step" not in report(choices)
+    both = (("sage1", StepRange(0, 0)), ("fa2", StepRange(1, 49)))
+    choices += [
+        replace(choice(f"blocks.{layer}.b", kernel), kv_lens=KeyLengths(4, 4), steps=steps)
+        for layer in range(2)
+        for kernel, steps in both
+    ]
     text = re.sub(r"\s+", " ", report(choices))
+    assert "blocks.0-1.b denoise, step 0 sage1" in text
+    assert "blocks.0-1.b denoise, steps 1 to 49 fa2" in text
     assert "blocks.0-1.a denoise, 4 keys sage1" in text
     assert "blocks.0-1.a denoise, 60 to 4,096 keys fa2" in text
     assert "blocks.2.a denoise fa2" in text
-    assert "3 layers: fa2 at 3, sage1 at 2" in text
+    assert "5 layers: fa2 at 5, sage1 at 4" in text
 
 
 def test_plan_shows_mean_times_and_the_worst_error() -> None:
     choices = [choice(f"blocks.{layer}.a", ms=4.0 + layer) for layer in range(3)]
     choices[1] = choice("blocks.1.a", cosine=0.99829999, ms=5.0)
-    text = report(choices)
+    text = report(choices, total=TotalError(0.5, 0.25, 0.00123))
     line = next(line for line in text.splitlines() if line.startswith("blocks"))
     # Mean time, baseline, sum of savings, and the worst cosine, not rounded up.
     assert line.split() == ["blocks.0-2.a", "denoise", "sage1", "5", "10", "750", "0.998299"]
-    assert "cogvideo · cosine ≥ 0.998" in text
+    assert "cogvideo · cosine ≥ 0.998, total error ≤ 0.5" in text
     assert "random, seed 0" in text
     assert "750 ms of attention saved per run (predicted); 3 layers: sage1 at 3" in text
     assert "captured" not in text
+    error = "total error 0.25; bound on the planned objective: within 0.12 %"
+    assert error in re.sub(r"\s+", " ", text)
 
 
 def test_uncovered_layers_and_exceeded_budgets_are_reported() -> None:
@@ -107,9 +123,11 @@ def test_uncovered_layers_and_exceeded_budgets_are_reported() -> None:
             choice("blocks.0.a"),
             choice("blocks.1.a", "torch-default", covered=False, inside=False),
             choice("blocks.2.a", "torch-default", inside=False, cosine=0.9),
-        ]
+        ],
+        total=TotalError(0.5, None, None),
     )
     told = re.sub(r"\s+", " ", text)
+    assert "every choice of kernels has a total error above 0.5, so all layers keep" in told
     assert "1 of 3 layers were not captured and keep the model's own attention: record" in told
     assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep the model's own" in told
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from capture import record
 from capture.cli.announcement import DiskEstimate, announcement
-from capture.cli.run_progress import StepTimes, shown_progress, steps
+from capture.recording.run_progress import StepTimes, shown_progress, steps
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,318 @@
+"""Stages of a tuning: record, compare kernels, search for a plan, and measure it in the model."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from capture.text.counted import counted
+from replay.api.call_choices import RecordedCalls
+from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace
+from replay.api.messages import say
+from replay.api.session import Session
+from replay.api.tuning_planner import expected_trials, planner_of
+from replay.api.tuning_recording import recorded
+from replay.api.verify_model import as_json
+from replay.distribution.time_limit import TimeLimit
+from replay.tune.tuning import Tuning
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from capture.storage.capture_record import CaptureRecord
+    from replay.end_to_end.model_check import ModelResult
+    from replay.plan.plan import Plan
+    from replay.rows.row import Row
+    from replay.tune.directory import TuningDirectory
+    from replay.tune.judge import Judge
+    from replay.tune.quality import Quality, QualityBudget
+    from replay.tune.search import Planner, Trial
+
+LEAST_SAVED = 0.02
+"""Smallest share of a run that the cheapest kernels must save for a tuning to go on."""
+
+THREADS = "OMP_NUM_THREADS"
+"""Environment variable with the number of threads that PyTorch starts with."""
+
+COMPARING = 0.5
+"""Share of the remaining time limit that comparing kernels may take."""
+
+
+@dataclass
+class Stages:
+    """Stages of a tuning, in the order of the methods."""
+
+    runnable: Any
+    budget: QualityBudget
+    files: TuningDirectory
+    kernels: str | None
+    rounds: int
+    limit: TimeLimit
+    quiet: bool
+    prompts: Sequence[Any] | None
+
+    def result(self) -> Tuning:
+        """Run all stages; return the plan, or the reason why there is none."""
+        search, accept = self._judges()
+        self._say("running the model twice with its own attention")
+        with self._shown(search, 2):
+            run_ms = 1000 * search.run_baseline()
+        capture = recorded(self.runnable, self._run_once, self.files, quiet=self.quiet)
+        share = capture.attention_share
+        if share is not None and share < LEAST_SAVED:
+            return Tuning(
+                f"nothing to tune: attention takes {share:.1%} of the model's time, so no kernel "
+                f"can save {LEAST_SAVED:.0%} of a run"
+            )
+        rows = self._compared(capture)
+        planner, low, high = planner_of(capture, rows)
+        ceiling = planner(high).saved_ms / run_ms
+        if ceiling < LEAST_SAVED:
+            busy = sum(bool(row.speedup and row.speedup.reason == "interrupted") for row in rows)
+            noise = f"; a busy machine hid {counted(busy, 'speed-up')}" if busy else ""
+            return Tuning(
+                f"nothing to tune: the cheapest kernel at every layer saves {max(ceiling, 0):.1%} "
+                f"of a run of {run_ms / 1000:.3g} s, less than {LEAST_SAVED:.0%}{noise}",
+                rows=rows,
+                is_undecided=busy > 0,
+            )
+        trial = self._chosen(search, accept, planner, low, high)
+        if isinstance(trial, str):
+            return Tuning(trial, rows=rows)
+        checks = self._verified(capture, rows, trial.plan, run_ms)
+        return self._concluded(trial, rows, checks)
+
+    def _judges(self) -> tuple[Judge, Judge | None]:
+        """Return the judges of the search and of the acceptance, if there are prompts."""
+        from replay.tune.judge import Judge
+
+        roots, run = self.runnable.roots, self.runnable.run
+        if self.prompts is None:
+            return Judge(roots, [run], self.budget), None
+        runs = [partial(run, prompt) for prompt in self.prompts]
+        half = (len(runs) + 1) // 2
+        return Judge(roots, runs[:half], self.budget), Judge(roots, runs[half:], self.budget)
+
+    def _run_once(self) -> Any:
+        import torch
+
+        with torch.no_grad():
+            arguments = [] if self.prompts is None else [self.prompts[0]]
+            result = self.runnable.run(*arguments)
+        if torch.cuda.is_initialized():
+            # An offloaded model appears to be on the CPU, whose clock does not wait for the GPU.
+            torch.cuda.synchronize()
+        return result
+
+    def _compared(self, capture: CaptureRecord) -> list[Row]:
+        """Compare kernels on the recorded calls; rows of the directory are kept."""
+        from replay.api.measured_rows import Rows
+        from replay.rows.row_files import write_jsonl
+
+        left = None
+        if self.limit.seconds is not None:
+            left = max(COMPARING * self._left(), 1.0)
+        request = ReplayRequest(
+            RecordedCalls(str(self.files.recording)),
+            self.kernels,
+            MeasureChoice(rounds=self.rounds, for_model=True),
+            RunPlace(device=self._device(capture)),
+            left,
+            resume=self.files.rows,
+        )
+        request.check()
+        with _as_many_threads(), Session(request, quiet=self.quiet) as session:
+            for row in session.rows():
+                with self.files.rows.open("a", encoding="utf-8") as file:
+                    write_jsonl([row], file)
+            outcome = session.outcome()
+        if outcome.left_out:
+            self._say(outcome.left_out)
+        named = {kernel.name for kernels in session.assigned.values() for kernel in kernels}
+        # Plans made here may run code, but a resumed file may name code that the user did not.
+        return Rows(row for row in outcome.rows if ".py:" not in row.kernel or row.kernel in named)
+
+    def _device(self, capture: CaptureRecord) -> str | None:
+        """Return the device that the model runs on; None for any GPU if it is offloaded."""
+        if capture.device == "cpu":
+            return "cpu"
+        weights = (each for root in self.runnable.roots.values() for each in root.parameters())
+        return next((str(each.device) for each in weights if each.device.type == "cuda"), None)
+
+    def _chosen(
+        self, search: Judge, accept: Judge | None, planner: Planner, low: float, high: float
+    ) -> Trial | str:
+        """Return the fastest plan within the budget, or a sentence if there is none."""
+        from replay.tune.search import careful
+        from replay.tune.search import search as searched
+
+        before = self.files.trials(self.budget, search.fingerprint)
+        with self._shown(search, expected_trials(low, high)):
+            judge = partial(self._tried, search, before)
+            trials = list(searched(planner, judge, low, high, lambda: self.limit.allows(0)))
+        within = [trial for trial in trials if trial.holds]
+        if not within:
+            reasons = {trial.reason for trial in trials if trial.reason}
+            best = "; ".join(reasons) or "the most careful one has " + ", ".join(
+                str(trial.quality) for trial in trials[-1:] if trial.quality
+            )
+            return (
+                f"no plan is within {self.budget} ({counted(len(trials), 'plan')} tried: {best}); "
+                "the model keeps its own attention"
+            )
+        within.sort(key=lambda trial: -trial.plan.saved_ms)
+        if accept is None:
+            return within[0]
+        more = careful(planner, judge, within[-1].limit, low)
+        with self._shown(accept, 3):
+            accept.run_baseline()
+            for trial in itertools.chain(within, (each for each in more if each.holds)):
+                accepted = accept.trial(trial.limit, trial.plan)
+                if accepted.holds:
+                    return accepted
+        return (
+            f"no plan is within {self.budget} on the prompts kept for acceptance; the model keeps "
+            "its own attention"
+        )
+
+    def _tried(
+        self, judge: Judge, before: dict[Any, tuple[Quality | None, str]], limit: float, plan: Plan
+    ) -> Trial:
+        """Judge a plan, unless an earlier run of this tuning did."""
+        from replay.tune.search import Trial, key_of
+
+        if (found := before.get(key_of(plan))) is not None:
+            return Trial(limit, plan, *found)
+        trial = judge.trial(limit, plan)
+        self.files.add(trial, self.budget.metric, judge.fingerprint)
+        return trial
+
+    def _verified(
+        self, capture: CaptureRecord, rows: list[Row], plan: Plan, run_ms: float
+    ) -> list[ModelResult]:
+        """Measure a plan beside the model's own attention; return the results of both."""
+        from replay.bench.runner import DONE
+        from replay.distribution.pace import Pace
+        from replay.end_to_end.live_model import LiveModel
+        from replay.end_to_end.model_check import MOST_ROUNDS, ROUNDS_SECONDS, check
+        from replay.end_to_end.model_process import Variant
+        from replay.report.progress import shown_pace
+        from replay.rows.row import KernelId
+        from replay.timing.defaults import MINIMUM_ROUNDS
+
+        plan.save(self.files.plan)
+        name = self.files.path.stem
+        rounds = min(MOST_ROUNDS, max(int(1000 * ROUNDS_SECONDS / run_ms), MINIMUM_ROUNDS))
+        # Two first runs, a run that counts calls, the rounds, and two runs that time each call.
+        pace = Pace({f"run {number}": 1.0 for number in range(1, 2 * rounds + 6)})
+        names = iter(pace.expected)
+        live = replace(self.runnable, run=self._run_once, outputs=_Named)
+        with shown_pace(pace, "measuring the plan", quiet=self.quiet) as report:
+            at = next(names)
+
+            def ran() -> None:
+                nonlocal at
+                report(at, DONE)
+                at = next(names, at)
+
+            model = LiveModel(live, lambda stage: report(at, stage), ran)
+            checks = check(
+                capture,
+                rows,
+                [Variant(name, plan=self.files.plan, trust_code=True)],
+                model,
+                rounds=rounds,
+                kernel_at={name: lambda *where: KernelId(plan.kernel_at(*where))},
+            )
+        text = "".join(json.dumps(as_json(each)) + "\n" for each in checks)
+        self.files.checks.write_text(text, encoding="utf-8")
+        return checks
+
+    def _concluded(self, trial: Trial, rows: list[Row], checks: list[ModelResult]) -> Tuning:
+        """Return the plan if it is measurably faster than the model's own attention."""
+        from replay.end_to_end.predicted_times import RUN
+        from replay.report.cells import speedup_text
+
+        checked = checks[-1]
+        if checked.status != "ok":
+            sentence = f"the plan failed in the model: {checked.reason}"
+            return Tuning(sentence, rows=rows, checks=checks)
+        speedup = checked.measured[RUN].speedup
+        assert speedup is not None  # the plan is not the baseline
+        if speedup.verdict == "fast":
+            return Tuning("", trial.plan, trial.quality, speedup, rows, checks)
+        is_undecided = speedup.verdict == "inconclusive"
+        said = (
+            "undecided, because the machine is busy: the best plan"
+            if is_undecided
+            else ("no plan is faster: the best one")
+        )
+        sentence = (
+            f"{said} within {self.budget} measures {speedup_text(speedup)} in the model, at "
+            f"{trial.quality}; it is in {self.files.plan}"
+        )
+        return Tuning(sentence, None, trial.quality, speedup, rows, checks, is_undecided)
+
+    @contextlib.contextmanager
+    def _shown(self, judge: Judge, times: int) -> Iterator[None]:
+        """Show the progress of running every prompt a number of times."""
+        from replay.bench.runner import DONE
+        from replay.distribution.pace import Pace
+        from replay.report.progress import shown_pace
+
+        pace = Pace({f"run {number}": 1.0 for number in range(1, times * judge.runs + 1)})
+        names = iter(pace.expected)
+        with shown_pace(pace, "running the model", quiet=self.quiet) as report:
+            name = ""
+
+            def around(what: str, run: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+                nonlocal name
+                name = next(names, name)
+                report(name, what)
+                output = run()
+                report(name, DONE)
+                return output
+
+            before, judge.around = judge.around, around
+            try:
+                yield
+            finally:
+                judge.around = before
+
+    def _left(self) -> float:
+        assert self.limit.seconds is not None
+        return max(self.limit.seconds - self.limit.elapsed, 0.0)
+
+    def _say(self, sentence: str) -> None:
+        if not self.quiet:
+            say(sentence)
+
+
+@contextlib.contextmanager
+def _as_many_threads() -> Iterator[None]:
+    """Let worker processes compute with as many threads as this process, and so as the model."""
+    import torch
+
+    before = os.environ.get(THREADS)
+    os.environ[THREADS] = str(torch.get_num_threads())
+    try:
+        yield
+    finally:
+        del os.environ[THREADS]
+        if before is not None:
+            os.environ[THREADS] = before
+
+
+class _Named:
+    """Outputs of a run by name, as `models.Runnable.outputs` returns them."""
+
+    def __init__(self, result: Any) -> None:
+        from replay.tune.outputs import named_tensors
+
+        self.tensors = named_tensors(result)

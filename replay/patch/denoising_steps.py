@@ -1,0 +1,120 @@
+"""Numbers the denoising steps of a running model as a recording does (`capture.hooks.step_clock`).
+
+The number is determined outside compiled code, around the outermost function of a denoiser, and
+read when the operator in a graph runs. Graphs therefore do not depend on the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from capture.hooks.phases import ModuleRole
+from capture.hooks.step_clock import SchedulerCalls, StepCounter, scheduler_types
+from replay.patch.wrapped_forward import uncompiled, wrapped
+from replay.plan.plan import PlanError
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.step: int | None = None
+
+
+_current = _Current()
+
+
+def current_step() -> int:
+    """Return the denoising step that the calling thread is in, from 0.
+
+    Raises:
+        PlanError: the step is unknown, or a CUDA graph is being captured.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise PlanError(
+            "this plan chooses kernels by denoising step, and a CUDA graph repeats those of one "
+            "step: capture the graph without the plan, or use a plan without ranges of steps"
+        )
+    if _current.step is None:
+        raise PlanError(
+            "the denoising step of an attention call is unknown, because its denoiser was compiled "
+            "after the plan was applied, or within another function: compile the denoiser itself, "
+            "and do so before applying the plan"
+        )
+    return _current.step
+
+
+@contextlib.contextmanager
+def numbered_steps(denoisers: Mapping[nn.Module, ModuleRole]) -> Iterator[None]:
+    """Number the steps of denoisers, compiled or not, until the exit.
+
+    If a live pipeline contains a denoiser, the steps are those of its scheduler and begin at 0 in
+    each of its runs. Without a pipeline, they begin at 0 on entry.
+    """
+    compiled, kinds = _around(denoisers)
+    schedulers, running = SchedulerCalls(kinds), threading.Lock()
+    with contextlib.ExitStack() as stack:
+        for module, role in denoisers.items():
+            step_in = functools.partial(schedulers.denoising_step, StepCounter())
+            numbering = functools.partial(_numbering, role, step_in, running)
+            stack.enter_context(wrapped(module, numbering))
+            if vars(module).get("_compiled_call_impl") is not None:  # by `module.compile()`
+                stack.enter_context(wrapped(module, numbering, "_compiled_call_impl"))
+            for wrapper in compiled.get(module, ()):
+                stack.enter_context(wrapped(wrapper, numbering))
+        stack.enter_context(schedulers.count())
+        yield
+
+
+def _numbering(
+    role: ModuleRole,
+    step_in: Callable[[Any], int],
+    running: threading.Lock,
+    forward: Callable[..., Any],
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def numbering(*args: Any, **kwargs: Any) -> Any:
+        # Checked first, because the code below cannot be traced. An outer function may know it.
+        if torch.compiler.is_compiling() or _current.step is not None:
+            return forward(*args, **kwargs)
+        time_step = role.time_step(args, kwargs)
+        if time_step is None:
+            return forward(*args, **kwargs)
+        if not running.acquire(blocking=False):
+            raise PlanError(
+                "two threads run a denoiser at the same time, but this plan counts the denoising "
+                "steps of one run: let one run end before the next, or use a plan without steps"
+            )
+        try:
+            _current.step = step_in(time_step)
+            return forward(*args, **kwargs)
+        finally:
+            _current.step = None
+            running.release()
+
+    return numbering
+
+
+def _around(
+    denoisers: Mapping[nn.Module, ModuleRole],
+) -> tuple[dict[nn.Module, list[nn.Module]], set[Any]]:
+    """Return each denoiser's live compiled wrappers, and the schedulers' classes of pipelines."""
+    compiled: dict[nn.Module, list[nn.Module]] = {}
+    schedulers: set[Any] = set()
+    for each in gc.get_objects():
+        kind = type(each)
+        if issubclass(kind, nn.Module):
+            inner = uncompiled(each)
+            if inner is not each and inner in denoisers:
+                compiled.setdefault(inner, []).append(each)
+        elif hasattr(kind, "components") and (kinds := scheduler_types(each)):
+            parts = [part for part in each.components.values() if isinstance(part, nn.Module)]
+            if any(uncompiled(part) in denoisers for part in parts):
+                schedulers |= kinds
+    return compiled, schedulers

@@ -1,0 +1,262 @@
+"""Tuning of a live model: the quality of its plan, prompts kept for acceptance, and resumption."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import attention_replay as ar
+from replay.cli.main import main
+from replay.end_to_end import drift, model_check
+from replay.rows.row import Speedup, SpeedVerdict
+from replay.timing.statistics import summarize
+from replay.tune.directory import TuningDirectory
+from tests.in_this_process import refusal, runner
+
+INT8 = f"{Path(__file__).parents[3] / 'benchmarks' / 'emulated_8_bit.py'}:int8"
+KERNELS = f"torch-flash,{INT8}"
+SECONDS = {"torch-default": 10.0, "torch-flash": 8.0, INT8: 1.0}
+"""Invented times of a call, because the emulated kernel is slow and a test's machine is busy."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(32, 96)
+
+    def forward(self, states: Tensor) -> Tensor:
+        query, key, value = self.inward(states).view(1, -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value)
+        return states + attended.transpose(1, 2).reshape(states.shape)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[nn.Module]:
+    """Yield a model, in a process with fewer threads than other processes begin with."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield nn.Sequential(*(Layer() for _ in range(4))).eval()
+    torch.set_num_threads(threads)
+
+
+def start(outlier: float = 1.0) -> Tensor:
+    """Return states with one channel that is larger, which makes 8 bits less accurate."""
+    states = torch.randn(1, 48, 32, generator=torch.Generator().manual_seed(1))
+    states[..., 3] *= outlier
+    return states
+
+
+def tune(model: nn.Module, run: Callable[..., Any], limit: float, out: Path, **options: Any) -> Any:
+    options = {"kernels": KERNELS, **options}
+    budget = f"relative_l1={limit!r}"
+    return ar.tune(model, run, budget, out=out, rounds=1, progress=False, **options)
+
+
+def with_times(tuning: Path, seconds: Mapping[str, float] = SECONDS) -> Path:
+    """Replace the times in a tuning's rows, and add a kernel whose code the user did not name."""
+    path = tuning / "rows.jsonl"
+    rows = [
+        replace(row, time_ms=summarize([1000 * seconds[row.kernel]] * 6), speedup=None, flags=())
+        for row in ar.Rows.read(path)
+        if row.kernel in seconds
+    ]
+    fast = summarize([1.0] * 6)
+    others = [
+        replace(row, kernel="other.py:kernel", time_ms=fast) for row in rows if row.kernel == INT8
+    ]
+    ar.Rows([*rows, *others]).write(path)
+    return tuning
+
+
+@pytest.fixture(scope="module")
+def compared(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tuning whose kernels are compared."""
+    out = tmp_path_factory.mktemp("tuning") / "plan.json"
+    tune(model, lambda: model(start()), 1.0, out)
+    return with_times(out.with_name("plan.json.tuning"))
+
+
+@pytest.fixture
+def out(compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a plan whose kernels are compared, and fast in the model."""
+    shutil.copytree(compared, tmp_path / "plan.json.tuning")
+    fast = Speedup(1.2, 1.1, 1.3, "fast", "interval-above-1")
+    monkeypatch.setattr(model_check, "paired_speedup", lambda *times: fast)
+    return tmp_path / "plan.json"
+
+
+def figure(model: nn.Module, plan: Any, run: Callable[[], Tensor]) -> float:
+    """Return the relative L1 error of a run with a plan."""
+    with torch.no_grad():
+        baseline = {"output": run()}
+        with ar.use_plan(plan, model, trust_code=True):
+            return drift.compare(baseline, {"output": run()})["relative_l1"] or 0.0
+
+
+def test_tuned_plan_is_the_fastest_within_the_budget(model: nn.Module, out: Path) -> None:
+    def run() -> Tensor:
+        return model(start())
+
+    fastest = tune(model, run, 1.0, out)
+    assert "1.20× (1.10-1.30) at relative L1" in str(fastest)
+    assert f"(judged on the run it was tuned on): {INT8} in 4 of 4 layers; " in str(fastest)
+    limit = fastest.quality.worst / 2
+    careful = tune(model, run, limit, out)
+    assert INT8 in careful.plan.kernels
+    assert 0 < careful.quality.worst <= limit
+    assert figure(model, out, run) == pytest.approx(careful.quality.worst)
+    # No plan is judged again, and no call is recorded or replayed again.
+    files = ["trials.jsonl", "rows.jsonl", "recording/manifest.json"]
+    before = [(out.parent / "plan.json.tuning" / name).read_bytes() for name in files]
+    assert tune(model, run, limit, out).plan.choices == careful.plan.choices
+    assert before == [(out.parent / "plan.json.tuning" / name).read_bytes() for name in files]
+
+
+@pytest.mark.slow
+def test_plan_holds_on_prompts_that_the_search_did_not_see(model: nn.Module, out: Path) -> None:
+    def run(outlier: float) -> Tensor:
+        return model(start(outlier))
+
+    prompts = [1.0, 1.0, 9.0]  # the last one is kept for acceptance
+    limit = 1.01 * tune(model, lambda: run(1.0), 1.0, out).quality.worst
+    (out.parent / "plan.json.tuning" / "settings.json").unlink()
+    tuning = tune(model, run, limit, out, prompts=prompts)
+    searched = [figure(model, tuning.plan, partial(run, prompt)) for prompt in prompts]
+    assert searched[2] == pytest.approx(tuning.quality.worst)
+    assert max(searched) <= limit
+    assert "judged on" not in str(tuning)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seconds", "verdict", "sentence"),
+    [
+        (dict.fromkeys(SECONDS, 1.0), "fast", "cheapest kernel at every layer saves 0.0% of a run"),
+        (SECONDS, "slow", "no plan is faster: the best one within relative_l1=1 measures 1.20×"),
+        (SECONDS, "inconclusive", "undecided, because the machine is busy: the best plan within"),
+    ],
+)
+def test_plan_that_is_not_faster_is_not_returned(
+    model: nn.Module,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[str, float],
+    verdict: SpeedVerdict,
+    sentence: str,
+) -> None:
+    found = Speedup(1.2, 0.9, 1.3, verdict, "interval-includes-1")
+    monkeypatch.setattr(model_check, "paired_speedup", lambda *times: found)
+    with_times(out.parent / "plan.json.tuning", seconds)
+    tuning = tune(model, lambda: model(start()), 1.0, out)
+    assert sentence in str(tuning)
+    assert tuning.plan is None
+    assert not out.exists()
+    assert tuning.is_undecided == (verdict == "inconclusive")
+
+
+@pytest.mark.slow
+def test_interrupted_search_goes_on(model: nn.Module, out: Path) -> None:
+    runs = 0
+
+    def run() -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 6:  # two of the baseline, one that counts calls, and two plans
+            raise KeyboardInterrupt
+        return model(start())
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, run, 1e-5, out)
+    trials = out.parent / "plan.json.tuning" / "trials.jsonl"
+    before = trials.read_text()
+    assert before.count("\n") == 2
+    tune(model, run, 1e-5, out)
+    assert trials.read_text().startswith(before)
+    plans = [json.dumps(json.loads(line)["plan"]) for line in trials.read_text().splitlines()]
+    assert len(plans) == len({*plans})
+
+
+@pytest.mark.parametrize(
+    ("returned", "options", "sentence"),
+    [
+        (lambda: torch.rand(2, 3), {}, "already differ by more than relative_l1=0.1"),
+        (lambda: object(), {}, "returned an object of type object, which cannot be judged"),
+        (lambda: "a text", {}, "relative_l1 cannot be computed from sequences"),
+        (lambda: None, {"prompts": ["one"]}, "prompts must be at least two"),
+    ],
+)
+def test_run_that_cannot_be_judged_is_refused(
+    model: nn.Module,
+    tmp_path: Path,
+    returned: Callable[[], Any],
+    options: dict[str, Any],
+    sentence: str,
+) -> None:
+    with pytest.raises(ar.Error, match=re.escape(sentence)):
+        tune(model, returned, 0.1, tmp_path / "plan.json", **options)
+
+
+USER_MODEL = """
+import torch
+
+def build():
+    model = torch.nn.Linear(4, 4)
+    return model, lambda: model(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("", "--model is required"),
+        ("--model X --out -", "--out needs a file"),
+        ("--model X --quality lpips=1", "unknown quality metric 'lpips'"),
+        ("--model model.py:build", "psnr cannot be computed from output: let run() return pict"),
+        ("--model model.py:build --quality cosine=0.9", "made no attention call"),
+    ],
+)
+def test_command_refuses_what_it_cannot_tune(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(USER_MODEL)
+    err = refusal(runner(main, capsys), "tune", "-q", *arguments.split())
+    assert sentence in err
+
+
+def test_recording_that_does_not_fit_is_refused_first(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four layers have query, key, value and output of 48 tokens with 32 floats.
+    needed = 4 * 4 * 48 * 32 * 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(ar.Error, match=r"needs about 98.3 kB for 4 calls in .*make room"):
+        tune(model, lambda: model(start()), 1.0, tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json.tuning" / "recording").exists()
+
+
+def test_directory_serves_one_tuning_at_a_time(model: nn.Module, tmp_path: Path) -> None:
+    out, run = tmp_path / "plan.json", lambda: model(start())
+    settings = {"model": "Sequential", "kernels": "torch-math"}
+    with (
+        TuningDirectory(tmp_path / "plan.json.tuning", settings).held(),
+        pytest.raises(ar.Error, match="another tuning is using"),
+    ):
+        tune(model, run, 0.1, out)
+    with pytest.raises(ar.Error, match="with kernels 'torch-math', not 'torch-flash,"):
+        tune(model, run, 0.1, out)

@@ -1,0 +1,58 @@
+"""Plans for tests of exports, and the files that hold an exported plan."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from replay.api.export_plan import export
+from replay.plan.key_lengths import KeyLengths
+from replay.plan.plan import Budget, LayerChoice, Plan, Worst
+from replay.plan.step_ranges import StepRange
+
+
+def choice(
+    module: str,
+    kernel: str,
+    saved_ms: float = 1.0,
+    *,
+    phase: str = "denoise",
+    kv_lens: tuple[int, int] | None = None,
+    steps: tuple[int, int] | None = None,
+    baseline_ms: float = 10.0,
+    error: float = 0.01,
+    covered: bool = True,
+) -> LayerChoice:
+    """Return a choice that saves `saved_ms` per run, in one call a step, of 6 steps by default."""
+    calls = 6 if steps is None else steps[1] - steps[0] + 1
+    return LayerChoice(
+        module,
+        phase,
+        kernel,
+        covered,
+        inside=True,
+        worst=Worst(cosine=1.0, relative_l1=error, rmse=0.0),
+        time_ms=9.0,
+        baseline_ms=baseline_ms,
+        saved_ms=saved_ms,
+        calls=calls,
+        captured=1,
+        kv_lens=None if kv_lens is None else KeyLengths(*kv_lens),
+        steps=None if steps is None else StepRange(*steps),
+    )
+
+
+def plan_of(*choices: LayerChoice) -> Plan:
+    budget = Budget("relative_l1", 0.1)
+    return Plan("model", "trained", budget, "torch-default", [*choices], device="NVIDIA H200")
+
+
+def loaded(plan: Plan, to: str, folder: Path) -> Any:
+    """Export a plan, and import the file as its user does."""
+    path = folder / "attention_plan.py"
+    export(plan, to, path)
+    spec = importlib.util.spec_from_file_location("attention_plan", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

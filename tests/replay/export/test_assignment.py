@@ -1,0 +1,182 @@
+"""Kernels that an export assigns to the places of a target, and what it reports as lost."""
+
+import ast
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from torch.nn.attention import SDPBackend
+
+from replay.api.export_plan import export
+from replay.cli.main import main
+from replay.export.loaders import __path__ as LOADERS
+from replay.export.targets import TARGETS
+from replay.kernels.registry import catalogue
+from replay.plan.plan import LayerChoice, PlanError
+from tests.in_this_process import runner
+from tests.replay.export.plans import choice, plan_of
+
+HOSTILE = 'a\'"""\n]; raise SystemExit  # \\ \u2028 \ud800 é {}'
+
+
+XDIT = Enum("XDIT", ["SDPA", "FLASH", "CUDNN", "FLASH_3", "FLASH_3_FP8"])
+"""Stand-in for a part of xDiT's `AttentionBackendType`."""
+
+
+def schedule(*choices: LayerChoice, steps: int = 4) -> list[str]:
+    """Export a plan and read it like xDiT's `AttentionSchedule.from_comma_delimited_string`."""
+    text = export(plan_of(*choices), "xdit", steps=steps).text
+    return [XDIT[token.strip().upper()].name for token in text.split(",")]
+
+
+@pytest.mark.parametrize(
+    ("choices", "names"),
+    [
+        ((choice("a", "fa3"), choice("b", "fa3")), "FLASH_3"),
+        # 8 bits are used only at the layers for which they were chosen.
+        ((choice("a", "fa3-fp8", 9.0), choice("b", "fa3", 2.0)), "FLASH_3"),
+        ((choice("a", "fa3-fp8", 9.0), choice("b", "torch-default", 0.0)), "SDPA"),
+        # The kernel was faster for b's sizes, so it was not within the budget there.
+        ((choice("a", "fa3"), choice("b", "torch-default", 0.0)), "SDPA"),
+        ((choice("a", "fa3"), choice("b", "torch-default", 0.0, baseline_ms=3.0)), "FLASH_3"),
+        ((choice("a", "fa3"), choice("b", "torch-default", 0.0, covered=False)), "FLASH_3"),
+        ((choice("a", "fa3", 1.0), choice("b", "torch-cudnn", 2.0)), "CUDNN"),
+        ((choice("a", "sage1", 9.0), choice("b", "fa3", 2.0)), "FLASH_3"),
+        ((choice("a", "fa3", phase="encode"),), "SDPA"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_share_a_kernel(choices: tuple[LayerChoice, ...], names: str) -> None:
+    assert schedule(*choices, steps=1) == [names]
+
+
+def test_schedule_has_a_name_for_each_step() -> None:
+    choices = [
+        choice("a", "fa3", steps=(1, 2)),
+        choice("a", "fa3-fp8", steps=(3, 4)),
+        choice("b", "fa3-fp8", steps=(2, 4)),
+    ]
+    names = ["SDPA", "SDPA", "FLASH_3", "FLASH_3_FP8", "FLASH_3_FP8", "SDPA"]
+    choices.append(choice("b", "torch-default", 0.0, steps=(0, 1)))
+    assert schedule(*choices, steps=6) == names
+    assert schedule(choice("a", "fa3", steps=(1, 9_999)), steps=2) == ["SDPA", "FLASH_3"]
+
+
+def test_losses_have_their_cost_in_speed_and_error() -> None:
+    plan = plan_of(
+        choice("a.0", "fa3-fp8", 12.0, error=0.08, steps=(0, 3)),
+        choice("a.0", "fa3", 2.0, error=0.002, steps=(4, 5)),
+        choice("a.1", "fa3", 6.0, error=0.001),
+        choice("a.2", "sage1", 6.0, error=0.05),
+        choice("text", "fa2", 1.0, phase="encode"),
+    )
+    exported = export(plan, "xdit", steps=6)
+    assert exported.text == "FLASH_3,FLASH_3,FLASH_3,FLASH_3,FLASH_3,FLASH_3\n"
+    assert exported.planned_ms == 27
+    found = {loss.planned: loss for loss in exported.losses}
+    # fa3 saves 1 ms in a call; a.0 has four calls with fa3-fp8, and a.2 six.
+    assert (found["fa3-fp8"].used, found["fa3-fp8"].lost_ms) == ("fa3", 8)
+    assert (found["sage1"].used, found["sage1"].lost_ms) == ("fa3", 0)
+    assert found["fa2"].lost_ms == 1
+    assert exported.saved_ms == 18
+    assert str(exported).splitlines() == [
+        "xdit: saves 18 of the plan's 27 ms per run on NVIDIA H200",
+        "- 1 module (a.0): fa3, not fa3-fp8, because xdit has one kernel for all layers of a "
+        "step; costs 8 ms per run; error: relative_l1 0.002",
+        "- 1 module (text): torch-default, not fa2, because xdit cannot address these calls; "
+        "costs 1 ms per run; error: that of the model's own attention",
+        "- 1 module (a.2): fa3, not sage1, because xdit has one kernel for all layers of a step; "
+        "costs 0 ms per run; error: relative_l1 0.002",
+    ]
+    untimed = plan_of(choice("a", "fa3", 5.0), choice("b", "sage1", 2.0, baseline_ms=3.0))
+    assert "costs 2 ms per run (the plan has no time of fa3 there)" in str(
+        export(untimed, "xdit", steps=1)
+    )
+    assert str(export(untimed, "diffusers")).endswith(
+        "(b): torch-default, not sage1, because diffusers does not have sage1; costs 2 ms per run; "
+        "error: that of the model's own attention"
+    )
+
+
+@pytest.mark.parametrize("to", ["diffusers", "transformers"])
+def test_names_in_a_plan_do_not_become_code(to: str) -> None:
+    plan = plan_of(
+        choice(HOSTILE, "torch-math"), choice("b", HOSTILE), choice("c", "x.py:f\x1b[2J")
+    )
+    exported = export(plan, to)
+    written, loader = ast.parse(exported.text), f"{LOADERS[0]}/{to}_plan.py"
+    empty = ast.parse(Path(loader).read_text("utf-8"))
+    (values,) = [each for each in written.body if isinstance(each, ast.AnnAssign)]
+    found = str(ast.literal_eval(values.value))  # type: ignore[arg-type]
+    assert repr(HOSTILE) in found
+    assert "x.py" not in found
+    (empty_values,) = [each for each in empty.body if isinstance(each, ast.AnnAssign)]
+    empty_values.value = values.value
+    assert ast.dump(written) == ast.dump(empty)
+    assert exported.text.isascii()
+    assert len(str(exported).splitlines()) == 3
+    assert "\x1b" not in str(exported)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_kernels_of_a_target_exist(to: str) -> None:
+    assert catalogue().keys() >= TARGETS[to].kernels.keys()
+    names = {each for each in TARGETS[to].kernels.values() if not each.startswith("attention_ker")}
+    if to == "diffusers":
+        dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+        assert names <= {*dispatch.AttentionBackendName._value2member_map_}
+    if to == "transformers":
+        backends = [name.removeprefix("sdpa_") for name in names if name.startswith("sdpa_")]
+        assert {name.upper() for name in backends} <= SDPBackend.__members__.keys()
+
+
+def test_blocks_of_comfyui_are_found_in_paths_of_diffusers_and_comfyui() -> None:
+    place: Callable[[LayerChoice], object] = TARGETS["comfyui"].place
+    found = {
+        "transformer.transformer_blocks.3.attn": ("double", 3),
+        "transformer.single_transformer_blocks.12.attn": ("single", 12),
+        "diffusion_model.double_blocks.0": ("double", 0),
+        "single_blocks.7": ("single", 7),
+        "transformer.blocks.2.attn1": ("double", 2),
+        "layers.5.attention": ("double", 5),
+        "transformer.context_embedder.token_refiner.refiner_blocks.0.attn": None,
+        "unet.down_blocks.0.attentions.1.transformer_blocks.0.attn1": None,
+        "input_blocks.4.1.transformer_blocks.0.attn1": None,
+        "transformer.blocks.2.attn1\n": None,
+    }
+    assert {module: place(choice(module, "fa2")) for module in found} == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("xdit",), "xdit has a kernel for each denoising step: give their number"),
+        (("xdit", "--steps", "10001"), "invalid number of steps 10001 (must be 1-10,000)"),
+        (("diffusers", "--steps", "5"), "does not depend on the number of steps"),
+        (("xdit", "--steps", "0"), "--steps: must be an integer of at least 1"),
+        (("vllm",), "invalid choice: 'vllm'"),
+    ],
+)
+def test_command_exports(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "plan.json", tmp_path / "schedule.txt"
+    plan_of(choice("a", "fa3", 2.0), choice("b", "sage1")).save(path)
+    command = runner(main, capsys)
+    given = ("export", str(path), "--to")
+    code, printed, errors = command(*given, *arguments)
+    assert (code, printed) == (2, "")
+    assert message in errors
+    summary = (
+        "xdit: saves 4 of the plan's 3 ms per run on NVIDIA H200\n"
+        "- 1 module (b): fa3, not sage1, because "
+    )
+    code, printed, errors = command(*given, "xdit", "--steps", "2", "--out", str(out))
+    assert (code, errors, out.read_text()) == (0, "", "FLASH_3,FLASH_3\n")
+    assert printed.startswith(summary)
+    code, printed, errors = command(*given, "xdit", "--steps", "2")
+    assert (code, printed) == (0, "FLASH_3,FLASH_3\n")
+    assert errors.startswith(summary)
+    with pytest.raises(PlanError, match="unknown target 'vllm': choose from diffusers, transf"):
+        export(path, "vllm")
