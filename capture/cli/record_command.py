@@ -16,9 +16,8 @@ from attention_replay.errors import Error
 from capture.cli.record_options import add_storage_options
 from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import OneSentenceParser
-from capture.command_line.run_options import add_run_options
+from capture.command_line.run_options import add_run_options, load_run
 from capture.large_imports import import_large
-from capture.models_package import import_models
 from capture.recording.sampling import make_sampler
 from capture.text.counted import human_bytes, share
 from capture.text.printable import printable
@@ -101,18 +100,7 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     declared(arguments.split, None, rank, arguments.heads)
     CaptureTarget.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")):
-        runnable = import_models().load(
-            arguments.model,
-            size=arguments.size,
-            weights=arguments.weights,
-            checkpoint=arguments.checkpoint,
-            prompt=arguments.prompt,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            arguments=dict(arguments.set),
-        )
+        runnable = load_run(arguments)
     logger.info("loaded %s", name)
     progress.print(Text(announcement(name, runnable)))
     with (

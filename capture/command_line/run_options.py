@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from capture.command_line.parser import OneSentenceParser, natural, not_empty, positive
 from capture.models_package import import_models
@@ -67,3 +68,23 @@ def _argument(text: str) -> tuple[str, str]:
     if not (equals and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
     return name, value
+
+
+def load_run(arguments: argparse.Namespace) -> Any:
+    """Load the model (`models.Runnable`) that the options say.
+
+    Raises:
+        Error: the model cannot be built.
+    """
+    return import_models().load(
+        arguments.model,
+        size=arguments.size,
+        weights=arguments.weights,
+        checkpoint=arguments.checkpoint,
+        prompt=arguments.prompt,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        arguments=dict(arguments.set),
+    )

@@ -130,6 +130,7 @@ def tuned(
             "more, or a run() without arguments"
         )
     settings = {
+        **runnable.settings,
         "model": runnable.name,
         "kernels": kernels,
         "prompts": None if prompts is None else [str(prompt) for prompt in prompts],

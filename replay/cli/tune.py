@@ -6,9 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from attention_replay.errors import Error
-from capture.command_line.run_options import add_run_options
+from capture.command_line.run_options import add_run_options, load_run
 from capture.large_imports import import_large
-from capture.models_package import import_models
 from capture.text.printable import printable
 from replay.api.messages import shown_steps
 from replay.api.tune_model import tuned
@@ -83,18 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     import_large("torch")
     with shown_steps(quiet=arguments.quiet) as step:
         step(f"loading {arguments.model} …")
-        runnable = import_models().load(
-            arguments.model,
-            size=arguments.size,
-            weights=arguments.weights,
-            checkpoint=arguments.checkpoint,
-            prompt=arguments.prompt,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            arguments=dict(arguments.set),
-        )
+        runnable = load_run(arguments)
     try:
         result = tuned(
             runnable,

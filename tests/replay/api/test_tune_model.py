@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import attention_replay as ar
+import models
+from replay.api.tune_model import tuned
 from replay.cli.main import main
 from replay.end_to_end import drift, model_check
 from replay.rows.row import Speedup, SpeedVerdict
@@ -260,3 +262,18 @@ def test_directory_serves_one_tuning_at_a_time(model: nn.Module, tmp_path: Path)
         tune(model, run, 0.1, out)
     with pytest.raises(ar.Error, match="with kernels 'torch-math', not 'torch-flash,"):
         tune(model, run, 0.1, out)
+
+
+def test_recording_of_another_seed_is_refused(model: nn.Module, tmp_path: Path) -> None:
+    with TuningDirectory(tmp_path / "plan.json.tuning", {"seed": 0, "model": "mine"}).held():
+        pass
+    runnable = models.Runnable(
+        name="mine",
+        roots={"": model},
+        run=lambda: model(start()),
+        outputs=lambda result: result,
+        weights="trained",
+        settings={"seed": 1},
+    )
+    with pytest.raises(ar.Error, match="a tuning with seed 0, not 1"):
+        tuned(runnable, "relative_l1=0.1", out=tmp_path / "plan.json")
