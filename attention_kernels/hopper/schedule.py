@@ -61,7 +61,7 @@ MIDDLE_HEAD_DIM = 80
 """Largest head_dim for which the output leaves registers for `MIDDLE`."""
 MIDDLE = Schedule(3, 1, 64, 6, 160, TileTimes(0.75, 2.0))
 """Schedule for head dimensions from 65 to `MIDDLE_HEAD_DIM`, if the host knows all lengths and
-there is no mask."""
+there is neither a mask nor a diagonal."""
 MASK = 0.6
 """Additional time of a block for which a mask is read, in µs."""
 
