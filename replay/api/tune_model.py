@@ -50,7 +50,7 @@ def tune(
 
     Args:
         pipe: the model that `run` uses: a `torch.nn.Module`, a diffusers pipeline, or a dict of
-            name → module. It may be compiled, quantised or offloaded.
+            name → module. It may be compiled.
         run: a function without arguments, or of a prompt, that runs the model once. It returns
             what is judged: a tensor, PIL pictures, numpy frames, a text, the output of a pipeline
             or of `generate`, or `{"input_ids": (1, T), "logits": (1, T, V)}`. Repeated runs must
