@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from capture.command_line import run_options
 from replay import cli
 from replay.api.call_choices import RandomCall, RecordedCalls, SuiteCalls
 from replay.api.choices import MeasureChoice, RunPlace
@@ -29,7 +30,7 @@ OTHER_MEANINGS = {"--out", "--checks", "--budget"}
 """Options whose meaning differs between verbs: files written or read, and limits."""
 CHOICES = (RecordedCalls, RandomCall, SuiteCalls, MeasureChoice, RunPlace, ModelRequest)
 """Dataclasses whose fields are read from arguments of the same names."""
-SHARED = "".join(map(inspect.getsource, (files, requests, replayed)))
+SHARED = "".join(map(inspect.getsource, (files, requests, replayed, run_options)))
 
 
 @pytest.mark.parametrize("verb", ALL)

@@ -1,6 +1,6 @@
 """Plans for tests of exports, and the files that hold an exported plan."""
 
-import importlib.util
+import types
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,12 @@ def plan_of(*choices: LayerChoice) -> Plan:
 
 
 def loaded(plan: Plan, to: str, folder: Path) -> Any:
-    """Export a plan, and import the file as its user does."""
+    """Export a plan, and import the file as its user does.
+
+    The file is compiled here: Python's cache takes two files of one length and second for the same.
+    """
     path = folder / "attention_plan.py"
     export(plan, to, path)
-    spec = importlib.util.spec_from_file_location("attention_plan", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = types.ModuleType("attention_plan")
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), module.__dict__)
     return module
