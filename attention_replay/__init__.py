@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from replay.api.reproduce_failure import reproduce
     from replay.api.run_selftest import selftest
     from replay.api.tune_model import tune
+    from replay.api.tuned_model import tuned
     from replay.api.verify_model import verify
     from replay.api.write_report import report
     from replay.kernels.registry import Kernel, register_kernel
@@ -71,6 +72,7 @@ __all__ = [
     "reproduce",
     "selftest",
     "tune",
+    "tuned",
     "use_kernel",
     "use_plan",
     "verify",
@@ -101,6 +103,7 @@ _HOMES = {
     "reproduce": "replay.api.reproduce_failure",
     "selftest": "replay.api.run_selftest",
     "tune": "replay.api.tune_model",
+    "tuned": "replay.api.tuned_model",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
     "verify": "replay.api.verify_model",

@@ -29,10 +29,14 @@ def _no_mask(call: AttentionCall) -> str | None:
 @register_kernel("emulated-int8", unsupported=_no_mask, accuracy_class="quantised")
 def int8(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     """SageAttention 1: query and smoothed key in INT8 by blocks; values are not quantised."""
-    query = _by_block(query.float(), to_int8).to(query.dtype)
-    smooth = key.float() - key.float().mean(2, keepdim=True)
-    key = _by_block(smooth, to_int8).to(key.dtype)
-    return scaled_dot_product_attention(query, key, value, *others, **options)
+    return scaled_dot_product_attention(*_smooth(query, key), value, *others, **options)
+
+
+@register_kernel("emulated-sage-fp8", unsupported=_no_mask, accuracy_class="quantised")
+def sage_fp8(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    """SageAttention 2: query and smoothed key in INT8, value in e4m3 with a scale per channel."""
+    value = to_fp8(value.float(), value.float().abs().amax(2, keepdim=True)).to(value.dtype)
+    return scaled_dot_product_attention(*_smooth(query, key), value, *others, **options)
 
 
 @register_kernel("emulated-fp8", unsupported=_no_mask, accuracy_class="quantised")
@@ -43,6 +47,13 @@ def fp8(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any)
         for each in (query, key, value)
     )
     return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def _smooth(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to INT8 by blocks, after the mean key was subtracted from all keys."""
+    smooth = key.float() - key.float().mean(2, keepdim=True)
+    query = _by_block(query.float(), to_int8).to(query.dtype)
+    return query, _by_block(smooth, to_int8).to(key.dtype)
 
 
 def _by_block(tensor: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -4,17 +4,18 @@
 
 Writes `benchmarks/results/plan_alternatives.csv`.
 
-- Measured: the time of each kernel, on an H100 (`hopper_kernels.csv`), at the sizes of four models;
-  and the median and the worst error of each kernel in a trained small model of the same family, on
-  an H200 (`trained_weights.csv`, relative L1; Wan has CogVideoX's errors).
-- Drawn: the errors of single layers and steps. They are log-normal, with the measured median and a
-  spread that makes the worst of as many calls as were measured equal to the measured worst. Half of
-  the variance belongs to the layer and half to the step.
+Both the times and the errors are measured:
+
+- The time of each kernel, on an H100 (`hopper_kernels.csv`), at the sizes of four models.
+- The error of each kernel at each layer and step of a trained small model of the same family, for
+  several prompts, by emulation on a CPU (`attention_errors.csv`; Wan has CogVideoX's errors).
 
 A cell is a layer at a step. The error of a choice is the sum of squared errors over the cells, and
 each problem allows a share of the range between the most exact and the least exact kernels. Reduced
-problems have 9 cells, so that all choices can be tried. Llama has one prefill and no steps; its
-first and last N are layers.
+problems are a few layers and steps of the small model for one prompt, at most 9 cells, so that all
+choices can be tried. A layer and step of the full model has the errors of the layer and step of the
+small model at the same place between the first and the last, as the mean over the prompts. Llama
+has one prefill and no steps; its first and last N are layers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ EXACT = (BASELINE, "triton-fa3")
 QUANTISED = ("triton-sage-fp8", "triton-fp8")
 KERNELS = {"all": (*EXACT, *QUANTISED), "without triton-fa3": (BASELINE, *QUANTISED)}
 BUDGETS = (0.05, 0.15, 0.35, 0.7)
-REDUCED = {"steps": (3, 3), "layers": (9, 1)}
+REDUCED = 3
+"""Number of layers and steps of a reduced problem; without steps, it has all layers."""
+
+EMULATED = {"triton-sage-fp8": "sage_fp8", "triton-fp8": "fp8"}
+"""Kernels in `attention_errors.csv`. All exact kernels round to 16 bits, as the baseline does."""
 
 COLUMNS = (
     "model",
@@ -72,17 +77,15 @@ class Model:
     """Sizes as in `results.SIZES`, without that of a value's head."""
     layers: int
     steps: int
-    errors: tuple[str, str]
-    """Model and phase in `trained_weights.csv`."""
+    trained: str
+    """Built-in model whose errors it has."""
 
 
 MODELS = (
-    Model("CogVideoX-2b", (2, 30, 30, 17776, 17776, 64), 30, 50, ("cogvideo", "denoise")),
-    Model("FLUX.1", (1, 24, 24, 4608, 4608, 128), 57, 28, ("flux", "denoise")),
-    Model(
-        "Wan 2.1 14B, 5 of 40 heads", (1, 5, 5, 75600, 75600, 128), 40, 50, ("cogvideo", "denoise")
-    ),
-    Model("Llama 8K prefill", (1, 32, 8, 8192, 8192, 128), 32, 1, ("llama", "prefill")),
+    Model("CogVideoX-2b", (2, 30, 30, 17776, 17776, 64), 30, 50, "cogvideo"),
+    Model("FLUX.1", (1, 24, 24, 4608, 4608, 128), 57, 28, "flux"),
+    Model("Wan 2.1 14B, 5 of 40 heads", (1, 5, 5, 75600, 75600, 128), 40, 50, "cogvideo"),
+    Model("Llama 8K prefill", (1, 32, 8, 8192, 8192, 128), 32, 1, "llama"),
 )
 
 Problem = dict[tuple[int, int], list[Option]]
@@ -99,29 +102,74 @@ def main() -> None:
 
 def compared(model: Model) -> Iterator[dict[str, Any]]:
     """Yield a line for each set of kernels, size and budget."""
-    times, machine = _times(model)
-    reduced = REDUCED["steps" if model.steps > 1 else "layers"]
-    sizes = {"reduced": reduced, "full": (model.layers, model.steps)}
-    for (name, kernels), (size, (layers, steps)) in itertools.product(
-        KERNELS.items(), sizes.items()
-    ):
+    ms, machine = times(model)
+    measured = errors(model.trained)
+    for (name, kernels), size in itertools.product(KERNELS.items(), ("reduced", "full")):
         for number, share in enumerate(BUDGETS):
-            # Each reduced problem has other errors. The full model has the same for all budgets.
-            draw = random.Random(f"{model.name} {size} {number if size == 'reduced' else ''}")
-            problem = _problem(model, times, kernels, layers, steps, draw)
+            if size == "reduced":
+                cells = _reduced(measured, random.Random(f"{model.name} {number}"))
+            else:
+                cells = _full(measured, model)
+            problem = {
+                place: [
+                    Option(kernel, ms[kernel], energies[EMULATED.get(kernel, BASELINE)])
+                    for kernel in kernels
+                ]
+                for place, energies in cells.items()
+            }
             yield {
                 "model": model.name,
                 "size": size,
                 "kernels": name,
-                "layers": layers,
-                "steps": steps,
+                "layers": len({layer for layer, _ in cells}),
+                "steps": len({step for _, step in cells}),
                 "budget": share,
                 **choices(problem, share, is_small=size == "reduced"),
                 **machine,
             }
 
 
-def _times(model: Model) -> tuple[dict[str, float], dict[str, str]]:
+Cells = dict[tuple[int, int], dict[str, float]]
+"""Error of each kernel at each layer and step."""
+
+
+def errors(trained: str) -> list[Cells]:
+    """Return the measured errors of a built-in model, for each prompt."""
+    found: dict[str, Cells] = {}
+    for row in results.read(results.DIRECTORY / "attention_errors.csv"):
+        if row["model"] == trained:
+            place = int(row["layer"]), int(row["step"])
+            cell = found.setdefault(row["prompt"], {}).setdefault(place, {})
+            cell[row["kernel"]] = float(row["error_energy"])
+    return list(found.values())
+
+
+def _reduced(measured: Sequence[Cells], draw: random.Random) -> Cells:
+    """Draw a prompt, layers and steps, which are numbered from 0."""
+    cells = draw.choice(measured)
+    layers, steps = (sorted({place[axis] for place in cells}) for axis in (0, 1))
+    if len(steps) > 1:
+        layers, steps = (sorted(draw.sample(each, REDUCED)) for each in (layers, steps))
+    return {
+        (at, when): cells[layer, step]
+        for (at, layer), (when, step) in itertools.product(enumerate(layers), enumerate(steps))
+    }
+
+
+def _full(measured: Sequence[Cells], model: Model) -> Cells:
+    """Return the errors of a full model's layers and steps, as the mean over the prompts."""
+    layers, steps = (1 + max(place[axis] for place in measured[0]) for axis in (0, 1))
+    cells = {}
+    for layer, step in itertools.product(range(model.layers), range(model.steps)):
+        place = layer * layers // model.layers, step * steps // model.steps
+        cells[layer, step] = {
+            kernel: statistics.fmean(each[place][kernel] for each in measured)
+            for kernel in measured[0][place]
+        }
+    return cells
+
+
+def times(model: Model) -> tuple[dict[str, float], dict[str, str]]:
     """Return the median time of each kernel in milliseconds, and the machine."""
     rows = [
         row
@@ -131,43 +179,6 @@ def _times(model: Model) -> tuple[dict[str, float], dict[str, str]]:
     ]
     machine = {name: rows[0][name] for name in COLUMNS if name.startswith("machine.")}
     return {row["kernel"]: float(row["time_ms.p50"]) for row in rows}, machine
-
-
-def _problem(
-    model: Model,
-    times: Mapping[str, float],
-    kernels: Sequence[str],
-    layers: int,
-    steps: int,
-    draw: random.Random,
-) -> Problem:
-    """Draw the errors of a problem's cells."""
-    errors = {
-        row["kernel"]: (
-            float(row["relative_l1.median"]),
-            float(row["relative_l1.worst"]),
-            int(row["calls"]),
-        )
-        for row in results.read(results.DIRECTORY / "trained_weights.csv")
-        if (row["model"], row["phase"], row["values"]) == (*model.errors, "trained weights")
-    }
-    of_layer, of_step = (
-        [draw.gauss(0.0, 1.0) for _ in range(number)] for number in (layers, steps)
-    )
-    problem = {}
-    for layer, step in itertools.product(range(layers), range(steps)):
-        difficulty = (of_layer[layer] + of_step[step]) / math.sqrt(2)
-        if steps == 1:
-            difficulty = of_layer[layer]
-        options = []
-        for kernel in kernels:
-            # All exact kernels round to 16 bits, as the baseline does.
-            median, worst, calls = errors[BASELINE if kernel in EXACT else kernel]
-            largest = statistics.NormalDist().inv_cdf((calls - 0.375) / (calls + 0.25))
-            error = median * (worst / median) ** (difficulty / largest)
-            options.append(Option(kernel, times[kernel], error**2))
-        problem[layer, step] = options
-    return problem
 
 
 def choices(problem: Problem, share: float, *, is_small: bool) -> dict[str, float]:

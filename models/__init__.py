@@ -7,10 +7,11 @@ alongside a user's own ``models``. In this list, a file imports only from lines 
     __init__                                     load: from the user's arguments to a runnable
     built_in/  checkpoint  userfunction          build: by name, from a directory, by a function
     diffusion  generation                        pipelines, and language models
-    hub  inference  offline_tokenizers  random_weights
+    hub  offline_tokenizers  random_weights
     request                                      the user's request, complete and checked
     pretrained_weights  runnable
-    call_arguments  language  libraries  outputs
+    language
+    call_arguments  inference  libraries  outputs
     errors
 
 To add a model, add one file to ``built_in/`` (see the docstring of that package).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from transformers import (
 from .call_arguments import refuse
 from .diffusion import pipeline_runnable, read_pipeline
 from .errors import ModelError
-from .generation import generation_runnable, prompt_ids, read_language_model
+from .generation import (
+    generation_runnable,
+    prompt_ids,
+    read_language_model,
+    reader_of_prompts,
+)
 from .hub import read_checkpoint
 from .inference import repeatable
 from .outputs import of_anything
@@ -128,7 +134,14 @@ def _transformer(request: Request) -> Runnable:
             weights=weights,
             tokenizer=tokenizer,
         )
-    return _forward_runnable(model, request, input_ids=input_ids, prompt=prompt, weights=weights)
+    return _forward_runnable(
+        model,
+        request,
+        input_ids=input_ids,
+        prompt=prompt,
+        weights=weights,
+        tokenizer=tokenizer,
+    )
 
 
 def _tokenizer(request: Request) -> PreTrainedTokenizerBase | None:
@@ -149,24 +162,27 @@ def _forward_runnable(
     input_ids: torch.Tensor,
     prompt: str,
     weights: str,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Runnable:
     """Build a runnable of one forward pass of a model that generates no text, e.g. an encoder."""
     refuse(request.arguments, request.name)
     model.to(request.device).eval()
-    inputs = {"input_ids": input_ids.to(request.device)}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = inputs["input_ids"]
 
-    def infer() -> Any:
-        return model(**inputs)
+    def inference(ids: torch.Tensor) -> Callable[[], Any]:
+        inputs = {"input_ids": ids.to(request.device)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+        return repeatable(lambda: model(**inputs), seed=request.seed, device=request.device)
 
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Runnable(
         name=request.name,
         roots={"": model},
-        run=repeatable(infer, seed=request.seed, device=request.device),
+        run=inference(input_ids),
         outputs=of_anything,
         weights=weights,
         settings=request.settings(prompt=prompt, prompt_tokens=input_ids.shape[1], output="states"),
+        for_prompt=reader_of_prompts(tokenizer, request, inference, most=positions),
         extent={"prompt_tokens": input_ids.shape[1]},
     )

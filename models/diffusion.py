@@ -159,28 +159,34 @@ def pipeline_runnable(
         and "callback_on_step_end" in inspect.signature(pipeline.__call__).parameters
     )
 
-    def infer() -> Any:
-        latest: dict[str, torch.Tensor] = {}
+    def inference(**texts: str) -> Callable[[], Any]:
+        def infer() -> Any:
+            latest: dict[str, torch.Tensor] = {}
 
-        def keep(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            latest.update(tensors)
-            return {}
+            def keep(
+                _pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]
+            ) -> dict[str, Any]:
+                latest.update(tensors)
+                return {}
 
-        shown = {"callback_on_step_end": keep} if shows_latents else {}
-        generator = torch.Generator().manual_seed(request.seed)
-        result = pipeline(**arguments, **shown, generator=generator)
-        if latest and isinstance(result, BaseOutput):
-            result.latents = latest["latents"]
-        return result
+            shown = {"callback_on_step_end": keep} if shows_latents else {}
+            generator = torch.Generator().manual_seed(request.seed)
+            result = pipeline(**arguments | texts, **shown, generator=generator)
+            if latest and isinstance(result, BaseOutput):
+                result.latents = latest["latents"]
+            return result
+
+        return repeatable(infer, seed=request.seed, device=request.device)
 
     return Runnable(
         name=request.name,
         roots=roots,
-        run=repeatable(infer, seed=request.seed, device=request.device),
+        run=inference(),
         outputs=partial(of_pipeline, decoded=arguments.get("output_type") != "latent"),
         weights=weights,
         settings=settings,
         pipeline=pipeline,
+        for_prompt=(lambda text: inference(prompt=text)) if "prompt" in arguments else None,
         extent=_extent(pipeline, arguments),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,35 @@ def prompt_ids(
     return ids, f"{beginning}… (built-in passage, {tokens} tokens)"
 
 
+def reader_of_prompts(
+    tokenizer: PreTrainedTokenizerBase | None,
+    request: Request,
+    inference: Callable[[torch.Tensor], Callable[[], Any]],
+    *,
+    most: int | None,
+) -> Callable[[str], Callable[[], Any]] | None:
+    """Return a function that prepares an inference on a prompt; None without a tokenizer.
+
+    Args:
+        inference: Prepares an inference on token ids (1, length).
+        most: Maximum number of tokens of a prompt; None if any number works.
+    """
+    if tokenizer is None:
+        return None
+
+    def for_prompt(prompt: str) -> Callable[[], Any]:
+        with quiet():
+            ids = tokenizer(prompt)["input_ids"]
+        if most is not None and len(ids) > most:
+            raise ModelError(
+                f"the prompt {prompt[:40]!r} has {len(ids):,} tokens, but {request.name} reads at "
+                f"most {most:,}: shorten it, or use fewer --steps"
+            )
+        return inference(torch.tensor([ids]))
+
+    return for_prompt
+
+
 def generation_runnable(
     model: PreTrainedModel,
     request: Request,
@@ -80,21 +110,29 @@ def generation_runnable(
     """Build a runnable that prefills ``input_ids`` (1, length), then decodes ``steps`` tokens."""
     arguments = for_generate(request.arguments, request.name)
     model.to(request.device).eval()
-    inputs = input_ids.to(request.device)
     end = model.config.get_text_config().eos_token_id
     padding = end[0] if isinstance(end, list) else end
 
-    def infer() -> Any:
-        options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": padding}
-        return model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            **options
-            | arguments
-            # Both limits are set, so that an end-of-text token cannot shorten the run.
-            | {"min_new_tokens": steps, "max_new_tokens": steps}
-            | {"return_dict_in_generate": True, "output_logits": True},
-        )
+    def inference(ids: torch.Tensor) -> Callable[[], Any]:
+        inputs = ids.to(request.device)
+
+        def infer() -> Any:
+            options: dict[str, Any] = {
+                "do_sample": False,
+                "use_cache": True,
+                "pad_token_id": padding,
+            }
+            return model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                **options
+                | arguments
+                # Both limits are set, so that an end-of-text token cannot shorten the run.
+                | {"min_new_tokens": steps, "max_new_tokens": steps}
+                | {"return_dict_in_generate": True, "output_logits": True},
+            )
+
+        return repeatable(infer, seed=request.seed, device=request.device)
 
     def score(ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(request.device)
@@ -107,11 +145,14 @@ def generation_runnable(
     return Runnable(
         name=request.name,
         roots={"": model},
-        run=repeatable(infer, seed=request.seed, device=request.device),
+        run=inference(input_ids),
         outputs=of_generation,
         weights=weights,
         settings=request.settings(
             prompt=prompt, prompt_tokens=input_ids.shape[1], steps=steps, output="tokens"
+        ),
+        for_prompt=reader_of_prompts(
+            tokenizer, request, inference, most=None if positions is None else positions - steps
         ),
         extent={"prompt_tokens": input_ids.shape[1], "new_tokens": steps},
         language=Language(

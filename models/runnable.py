@@ -30,6 +30,8 @@ class Runnable:
         weights: Origin of the weights, for users and manifests.
         settings: Settings of the run as plain JSON; recordings store them to rebuild the model.
         pipeline: The diffusers pipeline, whose scheduler counts the steps; None for other models.
+        for_prompt: Function that prepares the same inference on another prompt; None for a model
+            that reads no prompt.
         extent: Size of the run, as far as it is known beforehand: ``width`` and ``height`` in
             pixels, ``frames``, denoising ``steps``, ``prompt_tokens`` and ``new_tokens``.
         language: Object that scores and decodes text; None if this is not a language model.
@@ -43,4 +45,5 @@ class Runnable:
     settings: dict[str, Any]
     language: Language | None = None
     pipeline: Any = None
+    for_prompt: Callable[[str], Callable[[], Any]] | None = None
     extent: dict[str, int] = field(default_factory=dict)

@@ -1,10 +1,10 @@
 """Builds a user's own model with a function, given as ``path/file.py:function``.
 
 The function returns ``(module, run)``. ``module`` is an ``nn.Module``, or a dictionary of modules
-by name; ``run`` is a callable without arguments that runs one inference. The function may declare
-any of the arguments ``seed``, ``device`` (a ``torch.device``), ``dtype`` (a ``torch.dtype``),
-``steps`` and ``prompt``. ``steps`` and ``prompt`` are passed only if the user gave them, so that
-the function's own defaults apply.
+by name; ``run`` is a callable that runs one inference, without arguments or with a ``prompt``. The
+function may declare any of the arguments ``seed``, ``device`` (a ``torch.device``), ``dtype`` (a
+``torch.dtype``), ``steps`` and ``prompt``. ``steps`` and ``prompt`` are passed only if the user
+gave them, so that the function's own defaults apply.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -48,10 +49,17 @@ def build(request: Request) -> Runnable:
     for root in roots.values():
         root.eval()
 
-    def infer() -> Any:
+    prompt = _prompt_parameter(run)
+
+    def infer(**text: str) -> Any:
+        if prompt is not None and prompt.default is prompt.empty and not text:
+            raise ModelError(
+                f"the run of {name} in {file} needs a prompt: give this parameter a default, or "
+                "tune with --prompts FILE"
+            )
         with _importable(path.parent), torch.no_grad(), seeded(request.seed, request.device):
             try:
-                return run()
+                return run(**text)
             except SystemExit as error:  # would end the command as if it had succeeded
                 raise ModelError(f"the run of {name} in {file} ended in {_describe(error)}") from (
                     error
@@ -65,6 +73,7 @@ def build(request: Request) -> Runnable:
         outputs=of_anything,
         weights=f"user's own: {request.name}",
         settings=request.settings(**given),
+        for_prompt=(lambda text: partial(infer, prompt=text)) if prompt else None,
     )
 
 
@@ -122,7 +131,15 @@ def _arguments(function: Callable[..., Any], request: Request, file: str) -> dic
     return {name: value for name, value in offered.items() if name in declared}
 
 
-def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[[], Any]]:
+def _prompt_parameter(run: Callable[..., Any]) -> inspect.Parameter | None:
+    """Return the parameter ``prompt`` of a user's run; None if it has none."""
+    try:
+        return inspect.signature(run).parameters.get("prompt")
+    except ValueError:  # some functions written in C have no signature
+        return None
+
+
+def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[..., Any]]:
     if isinstance(built, tuple) and len(built) == 2:
         module, run = built
         roots = {"": module} if isinstance(module, nn.Module) else module

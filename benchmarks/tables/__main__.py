@@ -82,6 +82,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "devices": quoted.devices,
     "trained_weights": inputs.trained_weights,
     "plan_alternatives": plans.plan_alternatives,
+    "tuning_budgets": plans.tuning_budgets,
     "features": declared.features,
     "other_gpus": trials.other_gpus,
     "per_pair": partial(speed.per_pair, results.DIRECTORY / "per_pair.csv"),

@@ -1,6 +1,8 @@
-"""Table of plans and of simpler choices of kernels with the same error."""
+"""Tables of plans: beside simpler choices with the same error, and tuned within random budgets."""
 
 from __future__ import annotations
+
+import statistics
 
 from benchmarks import results
 from benchmarks.tables.markdown import machine_line, markdown_table
@@ -49,9 +51,39 @@ def _summary(reduced: list[dict[str, str]], full: list[dict[str, str]]) -> str:
     headings = ["with the same error", "faster than the plan", "slower", "by up to"]
     bound = 100 * max(float(row["gap"]) for row in full)
     return (
-        f"{len(reduced)} reduced problems of 9 cells, small enough to try every choice: the plan "
-        f"takes at most {max(behind, default=0.0):.1g} % more time than the optimum.\n\n"
+        f"{len(reduced)} reduced problems of up to 9 cells, small enough to try every choice: the "
+        f"plan takes at most {max(behind, default=0.0):.1g} % more time than the optimum.\n\n"
         f"{markdown_table(headings, lines)}\n"
         f"{len(full)} full-size problems of up to 2,000 cells: bound on the planned objective "
         f"within {bound:.1g} %."
     )
+
+
+def tuning_budgets() -> str:
+    """Count, for each model and metric, the tuned plans that hold on other prompts."""
+    rows = results.read(results.DIRECTORY / "tuning_budgets.csv")
+    groups: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['model']}, `{row['metric']}`", []).append(row)
+    lines = {name: _tunings(group) for name, group in groups.items()}
+    lines["all"] = _tunings(rows)
+    headings = [
+        "model, budget",
+        "tunings",
+        "plans",
+        "plans that hold",
+        "attention time saved (mean)",
+        "plans judged (median)",
+    ]
+    return markdown_table(headings, lines) + machine_line(rows)
+
+
+def _tunings(rows: list[dict[str, str]]) -> list[str]:
+    plans = [row for row in rows if row["third"]]  # the others keep the model's own attention
+    return [
+        str(len(rows)),
+        str(len(plans)),
+        str(sum(row["holds"] == "True" for row in plans)),
+        f"{100 * statistics.fmean(float(row['saved']) for row in rows):.1f} %",
+        f"{statistics.median(int(row['judged']) for row in rows):g}",
+    ]

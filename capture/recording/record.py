@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def record(
     sample: str = "spread",
     modules: str | None = None,
     phase: str | None = None,
+    steps: Collection[int] | None = None,
     heads: Sequence[int] | None = None,
     weights: str | None = None,
     seed: int | None = None,
@@ -69,6 +70,8 @@ def record(
             pipeline's denoisers, that is, all components that take a time step; without denoisers,
             every watched module).
         phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
+        steps: with `per-layer`, store a call of each module at each of these denoising steps, which
+            begin at 0 (default: one step of each module).
         heads: store only these query heads, from 0, and the key/value heads that they attend to.
             Each of these key/value heads must serve the same number of the query heads.
         weights: description of the model's weights (default: the model's `name_or_path`, if it has
@@ -98,7 +101,8 @@ def record(
 
     Raises:
         TypeError: `module` is not a model and contains no model.
-        ValueError: `sample`, `phase`, `heads`, `seed`, `rank`, `split` or a limit is invalid.
+        ValueError: `sample`, `phase`, `steps`, `heads`, `seed`, `rank`, `split` or a limit is
+            invalid.
         CaptureError: before the block begins, if `out` is not writable or already contains this
             capture, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
@@ -113,7 +117,7 @@ def record(
         raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
     if heads is not None and (isinstance(heads, str) or not isinstance(heads, Iterable)):
         raise ValueError(f"heads must be a list of numbers, such as [0, 2], not {heads!r}")
-    sampler = make_sampler(sample, max, max_bytes)
+    sampler = make_sampler(sample, max, max_bytes, steps)
     kept_heads = None if heads is None else parse_ranges(",".join(map(str, heads)))
     seed = None if seed is None else natural("seed", seed)
     rank = current_rank() if rank is None else natural("rank", rank)

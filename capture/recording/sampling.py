@@ -4,7 +4,8 @@ A sampler first decides whether it `wants` a call, before anything is computed f
 tensors. The wanted calls are then passed to `offer`.
 
 With `max="per-layer"`, one call of each module and phase is kept, at a step that a hash of the
-module and step chooses, so that the steps differ between modules.
+module and step chooses, so that the steps differ between modules. With named denoising steps, one
+call of each module is kept at each of them.
 
 `hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
 easiest call for a harder one. Calls with NaN or infinity are the hardest, the earliest first.
@@ -35,16 +36,17 @@ import math
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from capture.text.limits import positive
+from capture.text.limits import natural, positive
 
 PER_LAYER = "per-layer"
 SAMPLES = "spread, hard, first or every:N (N at least 1)"
 
-PHASES = ("denoise", "prefill", "decode", "encode")
+DENOISE = "denoise"
+PHASES = (DENOISE, "prefill", "decode", "encode")
 """Phases of a forward pass whose calls may be stored (`capture.hooks.phases`)."""
 
 
@@ -182,22 +184,33 @@ class EverySampler(Sampler):
 
 @dataclass
 class PerLayerSampler(Sampler):
-    """A sampler of one call of each module and phase."""
+    """A sampler of one call of each module and phase, or of each at some denoising steps."""
 
     is_final: ClassVar[bool] = False
 
-    _of_layer: dict[tuple[Hashable, str], OfferedCall] = field(default_factory=dict)
+    steps: frozenset[int] = frozenset()
+    """Denoising steps; empty for one step of each module."""
+
+    _of_layer: dict[tuple[Hashable, ...], OfferedCall] = field(default_factory=dict)
 
     def wants(self, place: SamplePlace, step: int) -> bool:
-        earlier = self._of_layer.get((place.stratum.phase, place.module))
+        earlier = self._of_layer.get(self._layer(place, step))
         if earlier is None:
-            return self.kept < self.max_calls
-        if earlier.is_nonfinite:
+            is_named = step in self.steps or not self._has_steps(place)
+            return is_named and self.kept < self.max_calls
+        if earlier.is_nonfinite or self._has_steps(place):
             return False
         return _drawn(place.module, step) > _drawn(place.module, earlier.step)
 
+    def _has_steps(self, place: SamplePlace) -> bool:
+        return bool(self.steps) and place.stratum.phase == DENOISE
+
+    def _layer(self, place: SamplePlace, step: int) -> tuple[Hashable, ...]:
+        layer = place.stratum.phase, place.module
+        return (*layer, step) if self._has_steps(place) else layer
+
     def offer(self, call: OfferedCall) -> list[int] | None:
-        layer = call.place.stratum.phase, call.place.module
+        layer = self._layer(call.place, call.step)
         earlier = self._of_layer.get(layer)
         if earlier is not None:
             self._remove(earlier)
@@ -375,11 +388,17 @@ class SpreadSampler(Sampler):
         self.changes += 1
 
 
-def make_sampler(sample: str, max_calls: int | str, max_bytes: int | None) -> Sampler:
+def make_sampler(
+    sample: str,
+    max_calls: int | str,
+    max_bytes: int | None,
+    steps: Collection[int] | None = None,
+) -> Sampler:
     """Create the sampler with the name `sample`, one of `SAMPLES`.
 
     Args:
         max_calls: largest number of calls, or `per-layer`.
+        steps: denoising steps where `per-layer` keeps a call of each module; None for one step.
 
     Raises:
         ValueError: the name or a limit is invalid.
@@ -389,7 +408,10 @@ def make_sampler(sample: str, max_calls: int | str, max_bytes: int | None) -> Sa
     if max_calls == PER_LAYER:
         if sample != "spread":
             raise ValueError(f"max {PER_LAYER} needs sample spread, not {sample}")
-        return PerLayerSampler(sys.maxsize, max_bytes)
+        named = frozenset(natural("steps", step) for step in steps or ())
+        return PerLayerSampler(sys.maxsize, max_bytes, steps=named)
+    if steps is not None:
+        raise ValueError(f"steps need max {PER_LAYER}, not {max_calls}")
     max_calls = positive("max", max_calls)
     samplers = {"spread": SpreadSampler, "hard": HardSampler, "first": Sampler}
     if sample in samplers:

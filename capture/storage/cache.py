@@ -22,10 +22,10 @@ from pathlib import Path
 from capture.errors import DatasetError
 
 
-def user_cache() -> Path:
-    """Return the directory of this user's copies, which may not exist yet."""
+def user_cache(content: str = "datasets") -> Path:
+    """Return this user's directory for a kind of content, which may not exist yet."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base.absolute() / "attention-replay" / "datasets"
+    return base.absolute() / "attention-replay" / content
 
 
 def directory_of(address: str, root: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,8 +13,8 @@ from replay.api.replay_calls import call_choice, replay
 if TYPE_CHECKING:
     from capture.storage.capture_record import CaptureRecord
     from capture.storage.dataset import Dataset
-    from replay.plan.choose import Uniform
     from replay.plan.plan import Budget, Plan
+    from replay.plan.uniform import Uniform
     from replay.rows.row import Row
 
 BUDGET = "cosine=0.998"
@@ -84,22 +85,28 @@ def choose_plan(
     """
     from replay.end_to_end.census_check import shortfall
     from replay.end_to_end.model_process import OWN
-    from replay.kernels.registry import KernelNameError, find
     from replay.plan.call_matching import RowsByCall
-    from replay.plan.choose import choose, uniform
+    from replay.plan.choose import choose
     from replay.plan.plan import parse_budget
+    from replay.plan.uniform import uniform
 
     limit = parse_budget(budget) if isinstance(budget, str) else budget
-    exclusive = set()
-    for name in {row.kernel for row in rows if row.kernel}:
-        try:
-            if find(name).own_process:
-                exclusive.add(name)
-        except KernelNameError:  # rows from another machine may name a kernel only it has
-            continue
-    chosen = choose(rows, capture.census, limit, OWN, exclusive, total_error)
+    chosen = choose(rows, capture.census, limit, OWN, exclusive_kernels(rows), total_error)
     sentences = [shortfall(capture)]
     if unknown := RowsByCall(rows, OWN).unknown_own:
         sentences.append(f"{unknown}; there, saved times are relative to {OWN}")
     each = uniform(rows, capture.census, limit, OWN)
     return Choice(chosen, each, "; ".join(filter(None, sentences)))
+
+
+def exclusive_kernels(rows: Sequence[Row]) -> set[str]:
+    """Return the names of kernels in the rows that cannot share a process with others."""
+    from replay.kernels.registry import KernelNameError, find
+
+    exclusive = set()
+    for name in {row.kernel for row in rows if row.kernel}:
+        # Rows from another machine may name a kernel that only it has.
+        with contextlib.suppress(KernelNameError):
+            if find(name).own_process:
+                exclusive.add(name)
+    return exclusive

@@ -80,18 +80,30 @@ class ModelRequest:
         Raises:
             RecordingError: the text cannot be read, or is empty.
         """
-        path = self.text
-        if path is None:
+        if self.text is None:
             return None
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise RecordingError(f"cannot read --text {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise RecordingError(f"--text {path} is not UTF-8: convert it first") from error
-        if not text.strip():
-            raise RecordingError(f"--text {path} is empty: give a text of a few hundred words")
-        return text
+        return text_of("--text", self.text, "a text of a few hundred words")
+
+
+def text_of(option: str, path: str, content: str) -> str:
+    """Return the text in a file that an option names.
+
+    Args:
+        content: content that the file should have, in words.
+
+    Raises:
+        RecordingError: the text cannot be read, or is empty.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = f"cannot read {option} {path}: {error.strerror}"
+        raise RecordingError(f"{reason}; name a file with {content}") from error
+    except ValueError as error:
+        raise RecordingError(f"{option} {path} is not UTF-8: convert it first") from error
+    if not text.strip():
+        raise RecordingError(f"{option} {path} is empty: write {content} into it")
+    return text
 
 
 @dataclass(frozen=True)

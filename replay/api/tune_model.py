@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replay.api.choices import joined_names
+from replay.api.chosen_kernels import check_kernels
 from replay.api.tuning_stages import Stages
 from replay.distribution.time_limit import TimeLimit
 from replay.timing.defaults import ROUNDS
 
 if TYPE_CHECKING:
     from replay.kernels.registry import Kernel
+    from replay.plan.plan import Plan
+    from replay.rows.row import Speedup
+    from replay.tune.directory import TuningDirectory
+    from replay.tune.judged_runs import JudgedRuns
+    from replay.tune.quality import Quality
     from replay.tune.tuning import Tuning
-
-JUDGED_ON_ITSELF = "judged on the run it was tuned on"
 
 
 def tune(
@@ -80,23 +86,8 @@ def tune(
         >>> with use_plan(tuning.plan):
         ...     pipe("a panda playing guitar")
     """
-    from torch import nn
-
-    from capture.hooks.modules import roots_of
-    from capture.models_package import import_models
-
-    roots = roots_of(pipe)
-    runnable = import_models().Runnable(
-        name=name or type(pipe).__name__,
-        roots=roots,
-        run=run,
-        outputs=lambda result: result,
-        weights="the caller's own",
-        settings={},
-        pipeline=None if isinstance(pipe, (nn.Module, dict)) else pipe,
-    )
-    return tuned(
-        runnable,
+    return tune_runnable(
+        live_runnable(pipe, run, name),
         quality,
         prompts=prompts,
         kernels=joined_names(kernels),
@@ -107,38 +98,65 @@ def tune(
     )
 
 
-def tuned(
+def live_runnable(pipe: Any, run: Callable[..., Any], name: str | None) -> Any:
+    """Return the runnable (`models.Runnable`) of a live model and a function that runs it.
+
+    Raises:
+        TypeError: `pipe` contains no module.
+    """
+    from torch import nn
+
+    from capture.hooks.modules import roots_of
+    from capture.models_package import import_models
+
+    return import_models().Runnable(
+        name=name or type(pipe).__name__,
+        roots=roots_of(pipe),
+        run=run,
+        outputs=lambda result: result,
+        weights="the caller's own",
+        settings={},
+        pipeline=None if isinstance(pipe, (nn.Module, dict)) else pipe,
+        for_prompt=lambda prompt: partial(run, prompt),
+    )
+
+
+def tune_runnable(
     runnable: Any,
     quality: str,
     *,
     prompts: Sequence[Any] | None = None,
+    text: str | None = None,
     kernels: str | None = None,
     out: str | os.PathLike[str] = "plan.json",
     max_time: float | None = None,
     rounds: int = ROUNDS,
     quiet: bool = False,
 ) -> Tuning:
-    """Tune a runnable (`models.Runnable`); the arguments and the result are those of `tune`."""
-    from replay.tune.directory import TuningDirectory, TuningError
+    """Tune a runnable (`models.Runnable`); the arguments and the result are those of `tune`.
+
+    Args:
+        text: a text that a language model is judged on (`replay.tune.judged_runs`), instead of
+            prompts.
+    """
+    from replay.tune.directory import TuningDirectory
+    from replay.tune.judged_runs import judged_runs
     from replay.tune.quality import parse_quality
 
     began = time.monotonic()
     budget = parse_quality(quality)
-    if prompts is not None and len(prompts) < 2:
-        raise TuningError(
-            "prompts must be at least two, because half of them are kept for acceptance: give "
-            "more, or a run() without arguments"
-        )
+    check_kernels(kernels, [], parse_files=True)
+    runs = judged_runs(runnable, prompts, text)
     settings = {
         **runnable.settings,
         "model": runnable.name,
         "kernels": kernels,
-        "prompts": None if prompts is None else [str(prompt) for prompt in prompts],
+        "prompts": [*runs.names] or None,
     }
     files = TuningDirectory(Path(f"{os.fspath(out)}.tuning"), settings)
     with files.held():
         stages = Stages(
-            runnable, budget, files, kernels, rounds, TimeLimit(max_time), quiet, prompts
+            runs.runnable, budget, files, kernels, rounds, TimeLimit(max_time), quiet, runs
         )
         result = stages.result()
         if result.plan is None:
@@ -147,13 +165,45 @@ def tuned(
 
         assert result.speedup is not None
         assert result.quality is not None
-        result.plan.save(Path(out))
+        plan = _with_measured(result.plan, result.speedup, result.quality, runs, files, kernels)
+        plan.save(Path(out))
         sentence = closing_sentence(
-            result.plan,
+            plan,
             result.speedup,
             result.quality,
             time.monotonic() - began,
             os.fspath(out),
-            JUDGED_ON_ITSELF if prompts is None else "",
+            runs.judged_on,
         )
-        return replace(result, sentence=sentence)
+        return replace(result, plan=plan, sentence=sentence)
+
+
+def _with_measured(
+    plan: Plan,
+    speedup: Speedup,
+    quality: Quality,
+    runs: JudgedRuns,
+    files: TuningDirectory,
+    kernels: str | None,
+) -> Plan:
+    """Return a plan with what the tuning measured."""
+    from capture.storage.dataset import Dataset
+    from replay.plan.measured import Measured
+    from replay.tune.conditions import conditions
+
+    census = Dataset.open(str(files.recording)).captures[0].census
+    budget = quality.budget
+    worst, mean = (
+        figure if math.isfinite(figure) else None for figure in (quality.worst, quality.mean)
+    )
+    measured = Measured(
+        budget.metric,
+        budget.limit,
+        worst,
+        mean,
+        len(quality.figures),
+        bool(runs.kept),
+        speedup,
+        conditions(runs.runnable.roots, census, str(budget), kernels, runs.names),
+    )
+    return replace(plan, measured=measured)

@@ -1,4 +1,4 @@
-"""Recording of a tuning: one call of every layer, made once."""
+"""Recording of a tuning: calls of every layer at some denoising steps, made once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def recorded(
     runnable: Any, run: Callable[[], object], files: TuningDirectory, *, quiet: bool
 ) -> CaptureRecord:
-    """Record a call of every layer, unless the directory holds the recording.
+    """Record calls of every layer at some steps, unless the directory holds the recording.
 
     Args:
         runnable: the model (`models.Runnable`).
@@ -67,10 +67,11 @@ def _record(
     from capture.recording.run_progress import shown_progress
     from capture.recording.sampling import PER_LAYER
     from replay.tune.directory import TuningError
-    from replay.tune.disk import bytes_per_layer
+    from replay.tune.disk import chosen_steps, size
 
-    calls, nbytes = bytes_per_layer(counts)
     free = shutil.disk_usage(files.path).free
+    steps = chosen_steps(counts, free)
+    calls, nbytes = size(counts, steps)
     disk = f"about {human_bytes(nbytes)} for {counted(calls, 'call')} in {files.recording}"
     if nbytes > free:
         raise TuningError(
@@ -83,6 +84,7 @@ def _record(
         runnable.roots if runnable.pipeline is None else runnable.pipeline,
         out=files.recording,
         max=PER_LAYER,
+        steps=steps or None,
         name=Path(runnable.name).name,
         weights=runnable.weights,
         settings=runnable.settings,

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
     from replay.tune.directory import TuningDirectory
     from replay.tune.judge import Judge
+    from replay.tune.judged_runs import JudgedRuns
     from replay.tune.quality import Quality, QualityBudget
     from replay.tune.search import Planner, Trial
 
@@ -55,7 +56,7 @@ class Stages:
     rounds: int
     limit: TimeLimit
     quiet: bool
-    prompts: Sequence[Any] | None
+    runs: JudgedRuns
 
     def result(self) -> Tuning:
         """Run all stages; return the plan, or the reason why there is none."""
@@ -70,7 +71,7 @@ class Stages:
                 f"nothing to tune: attention takes {share:.1%} of the model's time, so no kernel "
                 f"can save {LEAST_SAVED:.0%} of a run"
             )
-        rows = self._compared(capture)
+        rows = self.compared(capture)
         planner, low, high = planner_of(capture, rows)
         ceiling = planner(high).saved_ms / run_ms
         if ceiling < LEAST_SAVED:
@@ -82,35 +83,33 @@ class Stages:
                 rows=rows,
                 is_undecided=busy > 0,
             )
-        trial = self._chosen(search, accept, planner, low, high)
+        trial = self.chosen(search, accept, planner, low, high)
         if isinstance(trial, str):
             return Tuning(trial, rows=rows)
         checks = self._verified(capture, rows, trial.plan, run_ms)
         return self._concluded(trial, rows, checks)
 
     def _judges(self) -> tuple[Judge, Judge | None]:
-        """Return the judges of the search and of the acceptance, if there are prompts."""
+        """Return the judges of the search and of the acceptance, if there are several runs."""
         from replay.tune.judge import Judge
 
-        roots, run = self.runnable.roots, self.runnable.run
-        if self.prompts is None:
-            return Judge(roots, [run], self.budget), None
-        runs = [partial(run, prompt) for prompt in self.prompts]
-        half = (len(runs) + 1) // 2
-        return Judge(roots, runs[:half], self.budget), Judge(roots, runs[half:], self.budget)
+        search, accept = (
+            Judge(self.runnable.roots, runs, self.budget)
+            for runs in (self.runs.searched, self.runs.kept)
+        )
+        return search, accept if self.runs.kept else None
 
     def _run_once(self) -> Any:
         import torch
 
         with torch.no_grad():
-            arguments = [] if self.prompts is None else [self.prompts[0]]
-            result = self.runnable.run(*arguments)
+            result = self.runnable.run()
         if torch.cuda.is_initialized():
             # An offloaded model appears to be on the CPU, whose clock does not wait for the GPU.
             torch.cuda.synchronize()
         return result
 
-    def _compared(self, capture: CaptureRecord) -> list[Row]:
+    def compared(self, capture: CaptureRecord) -> list[Row]:
         """Compare kernels on the recorded calls; rows of the directory are kept."""
         from replay.api.measured_rows import Rows
         from replay.rows.row_files import write_jsonl
@@ -145,7 +144,7 @@ class Stages:
         weights = (each for root in self.runnable.roots.values() for each in root.parameters())
         return next((str(each.device) for each in weights if each.device.type == "cuda"), None)
 
-    def _chosen(
+    def chosen(
         self, search: Judge, accept: Judge | None, planner: Planner, low: float, high: float
     ) -> Trial | str:
         """Return the fastest plan within the budget, or a sentence if there is none."""
@@ -156,6 +155,7 @@ class Stages:
         with self._shown(search, expected_trials(low, high)):
             judge = partial(self._tried, search, before)
             trials = list(searched(planner, judge, low, high, lambda: self.limit.allows(0)))
+            search.check_baseline()
         within = [trial for trial in trials if trial.holds]
         if not within:
             reasons = {trial.reason for trial in trials if trial.reason}
@@ -174,11 +174,14 @@ class Stages:
             accept.run_baseline()
             for trial in itertools.chain(within, (each for each in more if each.holds)):
                 accepted = accept.trial(trial.limit, trial.plan)
-                if accepted.holds:
-                    return accepted
+                if accepted.quality is None or trial.quality is None:
+                    continue
+                quality = replace(accepted.quality, searched=trial.quality.figures)
+                if quality.is_safe:
+                    return replace(accepted, quality=quality)
         return (
-            f"no plan is within {self.budget} on the prompts kept for acceptance; the model keeps "
-            "its own attention"
+            f"no plan is sure enough to be within {self.budget} on other prompts than those of the "
+            "search; the model keeps its own attention"
         )
 
     def _tried(

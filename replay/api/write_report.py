@@ -30,6 +30,7 @@ def report(
     checks: Checks = (),
     outputs: str | os.PathLike[str] | None = None,
     budget: str | Budget | None = None,
+    summary: str = "",
 ) -> list[Path]:
     """Write an HTML page, which needs no network, or charts for papers.
 
@@ -40,6 +41,7 @@ def report(
         checks: checks from `verify` to show on the page too, or their file.
         outputs: directory where `verify` saved the outputs of these checks.
         budget: error limit to draw on the page, such as `cosine=0.998`.
+        summary: a sentence to show first on the page, such as that of a tuning.
 
     Returns:
         The files that were written. There are no charts if the rows have no figures to draw.
@@ -70,6 +72,7 @@ def report(
             checks=read_checks(checks),
             outputs=None if outputs is None else Path(outputs),
             budget=limit,
+            summary=summary,
         )
         written.append(Path(out))
     if charts is not None:

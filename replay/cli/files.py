@@ -23,7 +23,7 @@ WRITTEN_FILES = ("json", "csv", "checks", "out", "report", "markdown", "plot", "
 
 DIRECTORIES = ("plot", "save_output")
 
-READ_FILES = ("dir", "tolerances", "plan", "text", "rows", "before", "after", "spread")
+READ_FILES = ("dir", "tolerances", "plan", "text", "prompts", "rows", "before", "after", "spread")
 """Arguments that name files to read."""
 
 if TYPE_CHECKING:

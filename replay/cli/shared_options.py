@@ -179,6 +179,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--rows": _text(
         "FILE", "rows that `replay plan --json` or `verify --json` wrote (default: measure them)"
     ),
+    "--text": _text("FILE", "text to judge a language model on: KL, top-1 agreement, perplexity"),
     "--save-output": _text("DIR", "save the outputs of every kernel"),
     "--check": _flag(
         "exit with 1 if a kernel fails or is inaccurate, with 3 if the machine is too busy to tell"

@@ -10,7 +10,8 @@ from capture.command_line.run_options import add_run_options, load_run
 from capture.large_imports import import_large
 from capture.text.printable import printable
 from replay.api.messages import shown_steps
-from replay.api.tune_model import tuned
+from replay.api.recorded_models import ModelRequest, text_of
+from replay.api.tune_model import tune_runnable
 from replay.cli.files import INCONCLUSIVE, check_files, output_file
 from replay.cli.report import check_report, write
 from replay.cli.shared_options import VerbParser
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
   replay tune --model flux --quality psnr=35
-  replay tune --model ./checkpoint --quality ssim=0.97 --kernels all --max-time 30m
+  replay tune --model ./checkpoint --prompts prompts.txt --quality ssim=0.97 --max-time 30m
+  replay tune --model llama --text book.txt --quality kl=0.01 --kernels all
   replay tune --model my_model.py:build --quality relative_l1=0.01 --out my_plan.json
 """
 
@@ -43,7 +45,12 @@ def parser() -> VerbParser:
         help="least psnr (dB), ssim, cosine or top1, or largest relative_l1, kl or perplexity of "
         "the output (default psnr=35)",
     )
-    command.add("--kernels", "--rounds", to=how)
+    how.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="two or more prompts, one a line; half of them are kept for acceptance",
+    )
+    command.add("--text", "--kernels", "--rounds", to=how)
     command.add(
         "--max-time", to=how, help="end comparing and searching after this time, such as 10m"
     )
@@ -76,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_files(arguments)
     if arguments.report:
         check_report()
+    prompts, text = _prompts(arguments), ModelRequest(text=arguments.text).words
     from replay.tune.quality import parse_quality
 
     parse_quality(arguments.quality)  # before a model is loaded, which may take minutes
@@ -84,9 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         step(f"loading {arguments.model} …")
         runnable = load_run(arguments)
     try:
-        result = tuned(
+        result = tune_runnable(
             runnable,
             arguments.quality,
+            prompts=prompts,
+            text=text,
             kernels=arguments.kernels,
             out=arguments.out,
             max_time=arguments.max_time,
@@ -99,10 +109,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         from replay.api.verify_model import as_json
 
-        write(result.rows, arguments.report, [as_json(check) for check in result.checks])
+        checks = [as_json(check) for check in result.checks]
+        write(result.rows, arguments.report, checks, summary=result.sentence)
     if result.plan is not None:
         return 0
     return INCONCLUSIVE if result.is_undecided else 1
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str] | None:
+    """Return the prompts of the file that `--prompts` names; None without this option.
+
+    Raises:
+        Error: the file cannot be read, or has too few prompts, or another option excludes it.
+    """
+    names = ("prompt", "prompts", "text")
+    given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+    if len(given) > 1:
+        raise Error(f"{' and '.join(given)} exclude each other: leave out one of them")
+    if arguments.prompts is None:
+        return None
+    from replay.tune.judged_runs import check_prompts
+
+    lines = text_of("--prompts", arguments.prompts, "at least two prompts, one a line").splitlines()
+    prompts = [line.strip() for line in lines if line.strip()]
+    check_prompts(prompts)
+    return prompts
 
 
 def _print(result: Tuning) -> None:

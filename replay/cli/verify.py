@@ -56,9 +56,7 @@ def parser() -> VerbParser:
         metavar="N",
         help="timed runs of the model per kernel (default: 6 to 10, as many as fit into 6 s)",
     )
-    what.add_argument(
-        "--text", metavar="FILE", help="measure a language model's perplexity on this text"
-    )
+    command.add("--text", to=what)
     what.add_argument(
         "--trust-code",
         action="store_true",

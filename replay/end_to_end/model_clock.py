@@ -1,8 +1,9 @@
 """Time a model's runs, and each forward of its main modules by phase.
 
 To keep the overhead small, only the modules that perform the model's steps have hooks, two per
-forward. On CUDA, a forward's time is the time between two events on its stream, including waits for
-the host; on a CPU it is wall time.
+forward. A compiled module is timed outside its graph, because hooks would become part of it. On
+CUDA, a forward's time is the time between two events on its stream, including waits for the host;
+on a CPU it is wall time.
 
 A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
 forward also waits at its first attention call until the host has enqueued the remaining kernels, so
@@ -19,12 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from capture.hooks.phases import stepping
+from replay.patch.wrapped_forward import (
+    compiled_wrappers,
+    is_compiled_in_place,
+    wrapped_outside,
+)
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""
@@ -50,11 +57,18 @@ class RunTimes:
     """Host time of all attention calls, by phase; CUDA only (elsewhere it is `attention`)."""
 
 
+class _Begun(NamedTuple):
+    module: nn.Module
+    phase: str
+    start: Any
+    """Time of the start; None for the forward inside a compiled module's call."""
+
+
 class _Inside(threading.local):
     """Forwards that the calling thread is currently in."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[str, Any]] = []
+        self.begun: list[_Begun] = []
         self.wait: float | None = None
         self.waited: list[tuple[Any, Any]] = []
 
@@ -76,6 +90,7 @@ class Clock:
         self._modules = {
             module: role for root in roots.values() for module, role in stepping(root).items()
         }
+        self._compiled = compiled_wrappers(self._modules)
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._alive = alive
@@ -96,23 +111,45 @@ class Clock:
         self._inside, self._calls = _Inside(), []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inside = self._inside
+            if inside.begun and inside.begun[-1].module is module:
+                inside.begun.append(inside.begun[-1]._replace(start=None))
+                return
             self._alive()
             phase = self._modules[module].phase(None, args, kwargs, counts[module]) or "encode"
             counts[module] += 1
             tokens = kwargs.get("input_ids")
             if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
                 times.tokens[phase] = tokens.numel()
-            inside = self._inside
             inside.wait = waits.get(phase) if self._on_gpu and waits else None
             inside.waited = []
-            inside.begun.append((phase, self._now()))
+            inside.begun.append(_Begun(module, phase, self._now()))
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            phase, start = self._inside.begun.pop()
-            marks.append((phase, start, self._now(), self._inside.waited))
+            begun = self._inside.begun.pop()
+            if begun.start is not None:
+                marks.append((begun.phase, begun.start, self._now(), self._inside.waited))
+
+        def timing(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(forward)
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return forward(*args, **kwargs)
+                enter(module, args, kwargs)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    leave(module, args, None)
+
+            return timed
 
         with contextlib.ExitStack() as hooks:
             for module in self._modules:
+                compiled = self._compiled.get(module, ())
+                if compiled or is_compiled_in_place(module):
+                    timed = partial(timing, module)
+                    hooks.enter_context(wrapped_outside(module, timed, compiled))
+                    continue
                 hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             # Earlier work must not count as part of the run.
@@ -149,7 +186,7 @@ class Clock:
         host_start = time.perf_counter()
         yield
         host = time.perf_counter() - host_start
-        phase = inside.begun[-1][0] if inside.begun else OUTSIDE
+        phase = inside.begun[-1].phase if inside.begun else OUTSIDE
         self._calls.append((phase, start, self._now(), host))
 
     def _now(self) -> Any:

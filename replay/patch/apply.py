@@ -16,9 +16,11 @@ from replay.plan.plan import Plan
 class Applied:
     """A plan that is applied to a pipeline. As a context manager, it removes the plan on exit."""
 
-    def __init__(self, plan: contextlib.AbstractContextManager[Swap]) -> None:
+    def __init__(self, plan: Plan | None, swapped: contextlib.AbstractContextManager[Swap]) -> None:
         self._stack = contextlib.ExitStack()
-        self.swap = self._stack.enter_context(plan)
+        self.plan = plan
+        """The plan; None if `tuned` found none, so that the pipeline has its own attention."""
+        self.swap = self._stack.enter_context(swapped)
         """Live counts of hits, fallbacks, and calls that the plan was not made for."""
         # This also keeps the plan applied if the program drops this object.
         atexit.register(self.remove)
@@ -77,4 +79,5 @@ def apply(
         >>> pipe("a panda playing guitar")
         >>> applied.remove()
     """
-    return Applied(use_plan(plan, module, any_device=any_device, trust_code=trust_code))
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return Applied(plan, use_plan(plan, module, any_device=any_device, trust_code=trust_code))

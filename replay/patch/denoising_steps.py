@@ -18,7 +18,7 @@ from torch import nn
 
 from capture.hooks.phases import ModuleRole
 from capture.hooks.step_clock import SchedulerCalls, StepCounter, scheduler_types
-from replay.patch.wrapped_forward import uncompiled, wrapped
+from replay.patch.wrapped_forward import compiled_wrappers, uncompiled, wrapped_outside
 from replay.plan.plan import PlanError
 
 
@@ -57,17 +57,13 @@ def numbered_steps(denoisers: Mapping[nn.Module, ModuleRole]) -> Iterator[None]:
     If a live pipeline contains a denoiser, the steps are those of its scheduler and begin at 0 in
     each of its runs. Without a pipeline, they begin at 0 on entry.
     """
-    compiled, kinds = _around(denoisers)
-    schedulers, running = SchedulerCalls(kinds), threading.Lock()
+    compiled = compiled_wrappers(denoisers)
+    schedulers, running = SchedulerCalls(_schedulers(denoisers)), threading.Lock()
     with contextlib.ExitStack() as stack:
         for module, role in denoisers.items():
             step_in = functools.partial(schedulers.denoising_step, StepCounter())
             numbering = functools.partial(_numbering, role, step_in, running)
-            stack.enter_context(wrapped(module, numbering))
-            if vars(module).get("_compiled_call_impl") is not None:  # by `module.compile()`
-                stack.enter_context(wrapped(module, numbering, "_compiled_call_impl"))
-            for wrapper in compiled.get(module, ()):
-                stack.enter_context(wrapped(wrapper, numbering))
+            stack.enter_context(wrapped_outside(module, numbering, compiled.get(module, ())))
         stack.enter_context(schedulers.count())
         yield
 
@@ -101,20 +97,12 @@ def _numbering(
     return numbering
 
 
-def _around(
-    denoisers: Mapping[nn.Module, ModuleRole],
-) -> tuple[dict[nn.Module, list[nn.Module]], set[Any]]:
-    """Return each denoiser's live compiled wrappers, and the schedulers' classes of pipelines."""
-    compiled: dict[nn.Module, list[nn.Module]] = {}
+def _schedulers(denoisers: Mapping[nn.Module, ModuleRole]) -> set[Any]:
+    """Return the schedulers' classes of the live pipelines that contain a denoiser."""
     schedulers: set[Any] = set()
     for each in gc.get_objects():
-        kind = type(each)
-        if issubclass(kind, nn.Module):
-            inner = uncompiled(each)
-            if inner is not each and inner in denoisers:
-                compiled.setdefault(inner, []).append(each)
-        elif hasattr(kind, "components") and (kinds := scheduler_types(each)):
+        if hasattr(type(each), "components") and (kinds := scheduler_types(each)):
             parts = [part for part in each.components.values() if isinstance(part, nn.Module)]
             if any(uncompiled(part) in denoisers for part in parts):
                 schedulers |= kinds
-    return compiled, schedulers
+    return schedulers

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,43 @@ def wrapped(module: nn.Module, wrapper: Wrapper, name: str = "forward") -> Itera
         for place in (name, "forward", BELOW_HOOK):
             if attributes.get(place) is ours:
                 attributes[place] = inner
+
+
+@contextlib.contextmanager
+def wrapped_outside(
+    module: nn.Module, wrapper: Wrapper, compiled: Iterable[nn.Module]
+) -> Iterator[None]:
+    """Wrap a module's `forward` and the functions that run it compiled, until the exit.
+
+    `torch.compile` traces the wrapper of `forward`, which must call `forward` alone while
+    `torch.compiler.is_compiling()` is true. The others run outside the graph.
+
+    Args:
+        compiled: the module's wrappers that `compiled_wrappers` found.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(wrapped(module, wrapper))
+        if is_compiled_in_place(module):
+            stack.enter_context(wrapped(module, wrapper, "_compiled_call_impl"))
+        for each in compiled:
+            stack.enter_context(wrapped(each, wrapper))
+        yield
+
+
+def compiled_wrappers(modules: Collection[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return the live wrappers that `torch.compile` returned for some of the modules."""
+    compiled: dict[nn.Module, list[nn.Module]] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            inner = uncompiled(each)
+            if inner is not each and inner in modules:
+                compiled.setdefault(inner, []).append(each)
+    return compiled
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return True after `module.compile()`."""
+    return vars(module).get("_compiled_call_impl") is not None
 
 
 def is_compiled(module: nn.Module) -> bool:

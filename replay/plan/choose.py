@@ -9,7 +9,7 @@ then the cells are also divided into ranges of denoising steps, and chosen toget
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -64,40 +64,105 @@ def choose(
             the total error is not a number of at least 0.
         CensusError: the census is empty.
     """
-    if total_error is not None and not 0 <= total_error < math.inf:
-        raise PlanError(f"invalid total error {total_error} (must be finite and at least 0)")
-    rows = list(rows)
-    cells = [part for cell in cells_of(rows, census, baseline) for part in by_length(cell)]
-    costs = [[cost_of(cell, kernel, budget) for kernel in cell.kernels] for cell in cells]
-    left_out = _left_out([_best(*each) for each in zip(cells, costs, strict=True)])
-    model, weights, device = cells[0].model, cells[0].weights, _device(rows)
     if total_error is not None:
-        cells, costs = _split_by_step(cells, budget)
+        return WithinTotal(rows, census, budget, baseline, exclusive).plan(total_error)
+    costs = _Costs.of(rows, census, budget, baseline)
+    return costs.plan(lambda allowed: (list(map(_best, costs.cells, allowed)), None), exclusive)
 
-    def plan(excluded: Collection[str]) -> Plan:
-        def is_allowed(cost: Cost) -> bool:
-            return cost.choice.kernel not in excluded and not cost.overwrites
 
-        allowed = [[own, *filter(is_allowed, others)] for own, *others in costs]
-        spent = None
-        if total_error is None:
-            best = [_best(cell, each) for cell, each in zip(cells, allowed, strict=True)]
-        else:
-            best, spent = _within_total(allowed, total_error)
-        picked = [(cell, cost.choice) for cell, cost in zip(cells, best, strict=True)]
-        choices = _joined(picked, budget)
-        return Plan(model, weights, budget, baseline, choices, left_out, device, total_error=spent)
+@dataclass(frozen=True)
+class _Costs:
+    """Cells of a model, and the costs of the kernels at each cell, with the baseline's first."""
 
-    # Exclusive kernels matter only if the best plan uses several of them.
-    unrestricted = plan(())
-    conflicting = [kernel for kernel in unrestricted.kernels if kernel in exclusive]
-    if len(conflicting) < 2:
-        return unrestricted
-    plans = {kernel: plan(set(exclusive) - {kernel, baseline}) for kernel in conflicting}
-    chosen = max(conflicting, key=lambda kernel: plans[kernel].saved_ms)
-    reason = f"{chosen} saves more, and the two cannot share a process"
-    others = {each: reason for each in conflicting if each != chosen}
-    return replace(plans[chosen], left_out=left_out | others)
+    budget: Budget
+    baseline: str
+    cells: list[Cell]
+    costs: list[list[Cost]]
+    left_out: dict[str, str]
+    device: str
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
+    ) -> _Costs:
+        rows = list(rows)
+        cells = [part for cell in cells_of(rows, census, baseline) for part in by_length(cell)]
+        costs = [[cost_of(cell, kernel, budget) for kernel in cell.kernels] for cell in cells]
+        left_out = _left_out(map(_best, cells, costs))
+        return cls(budget, baseline, cells, costs, left_out, _device(rows))
+
+    def plan(
+        self,
+        best: Callable[[list[list[Cost]]], tuple[list[Cost], TotalError | None]],
+        exclusive: Collection[str],
+    ) -> Plan:
+        """Return a plan whose kernels can share a process.
+
+        Args:
+            best: function that chooses from the allowed costs of each cell.
+        """
+
+        def without(excluded: Collection[str]) -> Plan:
+            def is_allowed(cost: Cost) -> bool:
+                return cost.choice.kernel not in excluded and not cost.overwrites
+
+            chosen, spent = best(
+                [[own, *filter(is_allowed, others)] for own, *others in self.costs]
+            )
+            picked = [(cell, cost.choice) for cell, cost in zip(self.cells, chosen, strict=True)]
+            return Plan(
+                self.cells[0].model,
+                self.cells[0].weights,
+                self.budget,
+                self.baseline,
+                _joined(picked, self.budget),
+                self.left_out,
+                self.device,
+                total_error=spent,
+            )
+
+        # Exclusive kernels matter only if the best plan uses several of them.
+        unrestricted = without(())
+        conflicting = [kernel for kernel in unrestricted.kernels if kernel in exclusive]
+        if len(conflicting) < 2:
+            return unrestricted
+        plans = {kernel: without({*exclusive} - {kernel, self.baseline}) for kernel in conflicting}
+        chosen = max(conflicting, key=lambda kernel: plans[kernel].saved_ms)
+        reason = f"{chosen} saves more, and the two cannot share a process"
+        others = {each: reason for each in conflicting if each != chosen}
+        return replace(plans[chosen], left_out=self.left_out | others)
+
+
+class WithinTotal:
+    """Maker of plans within a total error; the arguments are those of `choose`."""
+
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        census: Mapping[str, Any],
+        budget: Budget,
+        baseline: str,
+        exclusive: Collection[str] = (),
+    ) -> None:
+        whole = _Costs.of(rows, census, budget, baseline)
+        cells, costs = _split_by_step(whole.cells, budget)
+        self._costs = replace(whole, cells=cells, costs=costs)
+        self._exclusive = exclusive
+
+    def plan(self, limit: float) -> Plan:
+        """Return the plan with the least time within a limit of the total error.
+
+        Raises:
+            PlanError: the limit is not a number of at least 0.
+        """
+        if not 0 <= limit < math.inf:
+            raise PlanError(f"invalid total error {limit} (must be finite and at least 0)")
+        return self._costs.plan(lambda allowed: _within_total(allowed, limit), self._exclusive)
+
+    @property
+    def own_error(self) -> float:
+        """Total error of the model's own attention, as far as its errors are known."""
+        return math.fsum(own.energy for own, *_ in self._costs.costs if math.isfinite(own.energy))
 
 
 def _split_by_step(cells: Iterable[Cell], budget: Budget) -> tuple[list[Cell], list[list[Cost]]]:
@@ -138,81 +203,6 @@ def _option(cost: Cost) -> Option:
     if cost.total_ms is None or not cost.choice.inside:
         return Option(cost.choice.kernel, math.inf, math.nan)
     return Option(cost.choice.kernel, cost.total_ms, cost.energy)
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Results of using one kernel at every layer; all counts are numbers of layers."""
-
-    kernel: str
-    saved_ms: float | None
-    """Predicted time saved per run; None if the kernel failed or is wrong on a call."""
-    inside: int
-    outside: int
-    """Layers where the kernel is wrong or outside the budget."""
-    falls_back: int
-    """Layers where the kernel is not supported, so that the model's own attention runs."""
-    failed: int
-    """Layers where the kernel failed, such as by a crash or for lack of memory."""
-    not_captured: int
-    """Layers without a replayed call, where the kernel's error is unknown."""
-    worst_module: str
-    """Layer with the worst value of the budget's metric; empty if no output was compared."""
-    worst_phase: str
-    worst_figure: float | None
-    reason: str
-    """Reason from the first layer where the kernel failed, is wrong or falls back."""
-    overwrites: int = 0
-    """Number of layers that fit the budget but are excluded from `inside`, because later calls read
-    inputs that the kernel changes."""
-
-
-def uniform(
-    rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
-) -> list[Uniform]:
-    """Evaluate the use of each kernel at every layer, with the baseline first.
-
-    Kernels that are unavailable at every layer are left out.
-
-    Raises:
-        PlanError: the rows come from several models, or the baseline has no rows.
-        CensusError: the census is empty.
-    """
-    kernels: dict[str, list[Cost]] = {}
-    for cell in cells_of(rows, census, baseline):
-        for kernel in cell.kernels:
-            kernels.setdefault(kernel, []).append(cost_of(cell, kernel, budget))
-    return [
-        _uniform(kernel, costs, budget)
-        for kernel, costs in kernels.items()
-        if {cost.status for cost in costs} - {None} != {"unavailable"}
-    ]
-
-
-def _uniform(kernel: str, costs: Sequence[Cost], budget: Budget) -> Uniform:
-    choices = [cost.choice for cost in costs]
-    compared = [(each, each.worst.of(budget.metric)) for each in choices if each.worst is not None]
-    worst, figure = max(compared, key=lambda each: budget.badness(each[1]), default=(None, None))
-    saved = [cost.saved_ms for cost in costs]
-    statuses = [cost.status for cost in costs]
-    inside = sum(cost.choice.inside and not cost.overwrites for cost in costs)
-    overwrites = sum(cost.choice.inside and bool(cost.overwrites) for cost in costs)
-    judged = statuses.count("ok") + statuses.count("inaccurate")
-    falls_back, not_captured = statuses.count("unsupported"), statuses.count(None)
-    return Uniform(
-        kernel=kernel,
-        saved_ms=None if None in saved else sum(each for each in saved if each is not None),
-        inside=inside,
-        outside=judged - inside - overwrites,
-        overwrites=overwrites,
-        falls_back=falls_back,
-        failed=len(costs) - judged - falls_back - not_captured,
-        not_captured=not_captured,
-        worst_module=worst.module if worst else "",
-        worst_phase=worst.phase if worst else "",
-        worst_figure=figure,
-        reason=next((cost.reason for cost in costs if cost.reason), ""),
-    )
 
 
 Picked = tuple[Cell, LayerChoice]

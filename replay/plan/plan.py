@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown, typed
@@ -24,6 +25,7 @@ from replay.plan.key_lengths import (
     kernels_by_length,
     within_reach,
 )
+from replay.plan.measured import Measured
 from replay.plan.step_ranges import (
     ALL_STEPS,
     MOST_STEPS,
@@ -206,6 +208,8 @@ class Plan:
     device: str = ""
     """Type of device that the plan was measured on (`replay.plan.plan_device`), or empty."""
     total_error: TotalError | None = None
+    measured: Measured | None = None
+    """Speed and quality of the model with the plan; None if the plan was not tuned."""
 
     def kernel_at(self, module: str, phase: str, kv_len: int, step: int) -> str:
         """Return the name of the kernel for a layer's calls of a key length at a step.
@@ -287,6 +291,7 @@ class Plan:
             "device": self.device,
             "budget": {self.budget.metric: self.budget.limit},
             "total_error": None if self.total_error is None else asdict(self.total_error),
+            "measured": None if self.measured is None else asdict(self.measured),
             "baseline": self.baseline,
             "saved_ms": self.saved_ms,
             "left_out": self.left_out,
@@ -317,6 +322,7 @@ class Plan:
         try:
             ((metric, limit),) = data["budget"].items()
             total = data.get("total_error")
+            measured = typed(dict[str, Any] | None, data.get("measured"), "measured")
             plan = cls(
                 typed(str, data["model"], "model"),
                 typed(str, data["weights"], "weights"),
@@ -326,6 +332,7 @@ class Plan:
                 typed(dict[str, str], data["left_out"], "left_out"),
                 typed(str, data["device"], "device"),
                 None if total is None else rebuilt(TotalError, total),
+                None if measured is None else rebuilt(Measured, measured),
             )
             plan.by_module  # noqa: B018 - raises if ranges overlap
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:

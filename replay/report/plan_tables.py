@@ -12,10 +12,10 @@ from rich.text import Text
 from capture.call.head_ranges import ranges
 from capture.text.counted import counted
 from capture.text.printable import printable
-from replay.plan.choose import Uniform
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan, TotalError
 from replay.plan.step_ranges import StepRange
+from replay.plan.uniform import Uniform
 from replay.report.fitted import FittedTable
 from replay.rows.meaning import floored
 

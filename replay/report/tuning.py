@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 
-from replay.plan.plan import Plan
+from replay.plan.plan import LayerChoice, Plan
+from replay.plan.step_ranges import StepRange
 from replay.report.cells import speedup_text
 from replay.rows.row import Speedup
 from replay.tune.quality import Quality
 
 
 def closing_sentence(
-    plan: Plan, speedup: Speedup, quality: Quality, seconds: float, path: str, judged_on: str = ""
+    plan: Plan, speedup: Speedup, quality: Quality, seconds: float, path: str, judged_on: str
 ) -> str:
-    """Return `1.14× (1.13-1.15) at PSNR 38.1 dB: triton-fp8 in 18 of 30 layers; 40 s; plan.json`.
+    """Describe a tuned plan, its speed, its quality and its kernels.
+
+    For example, `1.14× (1.13-1.15) at PSNR 38.1 dB, judged on the run it was tuned on: triton-fp8
+    in 18 of 30 layers; 40 s; plan.json`.
 
     Args:
         seconds: duration of the tuning.
         path: the plan's file.
-        judged_on: runs that the quality was judged on, in words; empty to leave this out.
+        judged_on: runs that the quality was judged on, in words.
     """
-    judged = f" ({judged_on})" if judged_on else ""
     return (
-        f"{speedup_text(speedup)} at {quality}{judged}: {used_kernels(plan)}; {spent(seconds)}; "
-        f"{path}"
+        f"{speedup_text(speedup)} at {quality}, {judged_on}: {used_kernels(plan)}; "
+        f"{spent(seconds)}; {path}"
     )
 
 
 def used_kernels(plan: Plan) -> str:
-    """Describe where a plan's kernels run: `triton-fp8 in 18 and sage2 in 4 of 30 layers`.
+    """Describe where a plan's kernels run: `triton-fp8 in 18 of 30 layers from step 6`.
 
     Only layers with recorded calls count, such as those of a pipeline's denoiser.
     """
     layers = len({(each.module, each.phase) for each in plan.choices if each.covered})
+    used: dict[str, list[LayerChoice]] = {}
+    for each in plan.choices:
+        if each.kernel != (each.baseline or plan.baseline):
+            used.setdefault(each.kernel, []).append(each)
     places = {
-        (each.kernel, each.module, each.phase)
-        for each in plan.choices
-        if each.kernel in plan.kernels and each.kernel != (each.baseline or plan.baseline)
+        kernel: len({(each.module, each.phase) for each in choices})
+        for kernel, choices in used.items()
     }
-    used = Counter(kernel for kernel, *_ in places)
-    parts = [f"{kernel} in {count}" for kernel, count in used.most_common()]
-    return f"{' and '.join(parts)} of {layers} layer{'s' * (layers != 1)}"
+    parts = [
+        f"{kernel} in {places[kernel]} of {layers} layer{'s' * (layers != 1)}"
+        + _when(used[kernel], plan.steps)
+        for kernel in sorted(used, key=lambda kernel: -places[kernel])
+    ]
+    return ", ".join(parts)
+
+
+def _when(choices: Iterable[LayerChoice], steps: StepRange | None) -> str:
+    """Describe the steps of a kernel's choices; empty for all steps.
+
+    Args:
+        steps: all steps of the plan; None if it names none.
+    """
+    ranges = {each.steps or steps for each in choices}
+    if ranges == {steps}:
+        return ""
+    if len(ranges) > 1:
+        return " at some steps"
+    (run,) = ranges
+    assert run is not None
+    assert steps is not None
+    return f" from step {run.first:,}" if run.last == steps.last else f" at {run}"
 
 
 def spent(seconds: float) -> str:

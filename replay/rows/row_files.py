@@ -143,7 +143,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if kind is Literal and value not in options:
         raise ValueError(f"{name} is {shown(value)}")
     if kind is dict:
-        return {key: _value(options[1], part, name) for key, part in value.items()}
+        parts = typed(dict[str, Any], value, name)
+        return {key: _value(options[1], part, name) for key, part in parts.items()}
     if kind in (tuple, list):
         if not isinstance(value, tuple | list):
             raise ValueError(f"{name} is {shown(value)}")

@@ -1,28 +1,62 @@
-"""Size of a recording, known before it is made."""
+"""Calls that a tuning records, and their size, known before they are recorded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
+from replay.plan.plan import DENOISE
 
-def bytes_per_layer(census: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number and the bytes of the calls, if one call of each layer is recorded.
+PARTS = 4
+"""Largest number of ranges of denoising steps that a plan may distinguish."""
 
-    A layer is a module in a phase. Its largest call counts, with query, key, value, output and
-    mask.
+SHARE = 0.5
+"""Share of the free disk that a recording may take before fewer steps are recorded."""
+
+
+def chosen_steps(census: Mapping[str, Any], free: int) -> list[int]:
+    """Return the denoising steps to record: the middle of each equal part of all steps.
+
+    Of two middle steps it is the earlier, as `replay.plan.cells.by_step` expects.
 
     Args:
         census: census of a run, as `capture.hooks.census.Census.to_json` writes it.
+        free: bytes that are free on the disk.
+
+    Returns:
+        As many steps as fit, at most `PARTS`, and at least one; empty if the model does not
+        denoise.
     """
-    layers: dict[tuple[str, str], int] = {}
+    rows = [row for row in census["rows"] if row["phase"] == DENOISE]
+    if not rows:
+        return []
+    first = min(row["first_step"] for row in rows)
+    number = max(row["last_step"] for row in rows) + 1 - first
+    for parts in range(min(PARTS, number), 0, -1):
+        steps = [first + (number * (2 * part + 1) - 1) // (2 * parts) for part in range(parts)]
+        if size(census, steps)[1] <= SHARE * free:
+            break
+    return steps
+
+
+def size(census: Mapping[str, Any], steps: Collection[int]) -> tuple[int, int]:
+    """Return the number and the bytes of the calls, if one call of each layer is recorded.
+
+    A layer is a module in a phase, and in the phase `denoise` at each of the steps. Its largest
+    call counts, with query, key, value, output and mask.
+    """
+    layers: dict[tuple[str, str, int], int] = {}
     for row in census["rows"]:
-        layer = row["module"], row["phase"]
-        signature = census["signatures"][row["signature"]]
-        layers[layer] = max(layers.get(layer, 0), _bytes(signature))
+        nbytes = _bytes(census["signatures"][row["signature"]])
+        at = [0]
+        if row["phase"] == DENOISE:
+            at = [step for step in steps if row["first_step"] <= step <= row["last_step"]]
+        for step in at:
+            layer = row["module"], row["phase"], step
+            layers[layer] = max(layers.get(layer, 0), nbytes)
     return len(layers), sum(layers.values())
 
 

@@ -14,12 +14,10 @@ from replay.kernels.failures import classify
 from replay.patch.use_kernel import use_plan
 from replay.plan.plan import Plan
 from replay.tune.directory import TuningError
+from replay.tune.judged_runs import Run
 from replay.tune.outputs import named_tensors
 from replay.tune.quality import Quality, QualityBudget
 from replay.tune.search import Trial
-
-Run = Callable[[], Any]
-"""Function that runs the model once, and returns what is judged."""
 
 Around = Callable[[str, Callable[[], dict[str, Tensor]]], dict[str, Tensor]]
 """Function that shows the progress of a described run, and returns its result."""
@@ -68,7 +66,7 @@ class Judge:
         seconds are the mean of the second runs, after the first ones have warmed up.
 
         Raises:
-            TuningError: two runs of a prompt differ by more than the budget.
+            TuningError: two runs of a prompt differ by more than the budget, or have NaN.
             OutputError: the result of a run cannot be judged.
             QualityError: the budget's metric cannot be computed from the result.
         """
@@ -79,15 +77,42 @@ class Judge:
             begin = time.perf_counter()
             second = self._output("the model's own attention again", run)
             seconds += time.perf_counter() - begin
-            own = self._budget.figure(first, second)
-            if not self._budget.holds(own):
+            if name := next((name for name, each in first.items() if _has_nan(each)), ""):
                 raise TuningError(
-                    f"two runs of the model's own attention already differ by more than "
-                    f"{self._budget}, with {self._budget.shown(own)}: make run() repeatable, for "
-                    "example by a generator with a fixed seed, or choose a larger budget"
+                    f"the model's own attention gives NaN in {name}: `replay doctor` names the "
+                    "cause"
                 )
+            self._check_own(first, second)
             self._baselines.append(first)
         return seconds / len(self._runs)
+
+    def check_baseline(self) -> None:
+        """Run the first prompt with the model's own attention again.
+
+        Raises:
+            TuningError: the output changed since `run_baseline`.
+        """
+        self._check_own(
+            self._baselines[0], self._output("the model's own attention", self._runs[0])
+        )
+
+    def _check_own(self, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+        shapes = [
+            {name: tuple(each.shape) for name, each in run.items()} for run in (first, second)
+        ]
+        if shapes[0] != shapes[1]:
+            raise TuningError(
+                f"two runs of the model's own attention returned {shapes[0]} and {shapes[1]}: make "
+                "run() repeatable, for example by a generator with a fixed seed"
+            )
+        own = self._budget.figure(first, second)
+        if not self._budget.holds(own):
+            raise TuningError(
+                f"two runs of the model's own attention already differ by more than "
+                f"{self._budget}, with {self._budget.shown(own)}: make run() repeatable, for "
+                "example by a generator with a fixed seed, and let it leave the model as it was, "
+                "or choose a larger budget"
+            )
 
     def quality(self, plan: Plan) -> Quality:
         """Run every prompt with a plan, and return the quality of the outputs.
@@ -120,3 +145,7 @@ class Judge:
                 return named_tensors(run())
 
         return self.around(what, output)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())

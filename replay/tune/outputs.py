@@ -34,8 +34,8 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
     The result may be a tensor; pictures or frames, as PIL pictures, numpy arrays (…, H, W, C) of
     uint8 or of floats in [0, 1], or a tensor (…, C, H, W) in [0, 1]; a text or token ids (1, T); a
     mapping of `input_ids` (1, T) and `logits` (1, T, V); the output of a diffusers pipeline or of
-    `generate`; or a dataclass, list or mapping that begins with a tensor. Texts are compared by
-    their characters; a list of texts is one text.
+    `generate`; a list of tensors, which are joined; or a dataclass, list or mapping that begins
+    with a tensor. Texts are compared by their characters; a list of texts is one text.
 
     Returns:
         Contiguous tensors on the CPU.
@@ -43,6 +43,7 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
     Raises:
         OutputError: the result is of another type.
     """
+    _check(result)
     if isinstance(result, str):
         return {"sequences": torch.tensor([[*map(ord, result)]], dtype=torch.int64)}
     if isinstance(result, Mapping) and {"input_ids", "logits"} <= result.keys():
@@ -52,11 +53,14 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
     if isinstance(result, (list, tuple)) and result and all(isinstance(s, str) for s in result):
         return named_tensors("\n".join(result))
     of_anything = import_module(f"{import_models().__name__}.outputs").of_anything
-    pictures = _as_pictures(result)
+    is_list = isinstance(result, (list, tuple)) and all(isinstance(t, Tensor) for t in result)
+    pictures = None if is_list and len({t.shape for t in result}) > 1 else _as_pictures(result)
     if pictures is not None:
         found = of_anything(SimpleNamespace(images=pictures)).tensors
         if found:
             return dict(found)
+    if is_list and result:
+        return {"output": torch.cat([t.detach().cpu().flatten().to(torch.float32) for t in result])}
     tensors = dict(of_anything(result).tensors)
     latents = getattr(result, "latents", None)
     if {"images", "frames"} & tensors.keys() and isinstance(latents, Tensor):
@@ -64,6 +68,29 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
     if not tensors:
         raise OutputError(f"run() returned {_named(result)}, which cannot be judged: {RETURNS}")
     return tensors
+
+
+def _check(result: Any) -> None:
+    """Raise OutputError for tensors whose values cannot be compared."""
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, (list, tuple)):
+        for each in result:
+            _check(each)
+    if not isinstance(result, Tensor):
+        return
+    kinds = {
+        "sparse": result.layout is not torch.strided and not result.is_nested,
+        "nested": result.is_nested,
+        "quantised": result.is_quantized,
+        "complex": result.is_complex(),
+        "meta": result.is_meta,
+    }
+    if kind := next((name for name, holds in kinds.items() if holds), ""):
+        raise OutputError(
+            f"run() returned a {kind} tensor, which cannot be judged: return real values in a "
+            "dense tensor, for example by to_dense(), dequantize() or torch.view_as_real()"
+        )
 
 
 def _text(ids: Any, logits: Any) -> dict[str, Tensor]:

@@ -53,6 +53,15 @@ METRICS = {
 both runs rank the same token first; for generated tokens and texts, the share before the first
 difference. `perplexity` is relative to the perplexity of the model's own attention."""
 
+CONFIDENCE = 0.975
+"""Share of other prompts for which the expected figure, or a better one, is foretold."""
+
+LEAST_PROMPTS = 4
+"""Smallest number of prompts from which a figure is foretold."""
+
+BEST_PSNR = 100.0
+"""PSNR in dB that stands for equal pictures in a mean."""
+
 
 @dataclass(frozen=True)
 class QualityBudget:
@@ -93,6 +102,18 @@ class QualityBudget:
             )
         return math.nan if found["nan_count"] else figure
 
+    def foretold(self, figures: Sequence[float]) -> float:
+        """Return the worst figure to expect of another prompt, with the probability `CONFIDENCE`.
+
+        This is the one-sided prediction limit of a normal distribution, mean ± t s √(1 + 1/n).
+        """
+        figures = [min(each, BEST_PSNR) if self.metric == "psnr" else each for each in figures]
+        number = len(figures)
+        margin = _student(CONFIDENCE, number - 1) * math.sqrt(1 + 1 / number)
+        margin *= statistics.stdev(figures)
+        mean = statistics.fmean(figures)
+        return mean - margin if METRICS[self.metric].is_minimum else mean + margin
+
     def shown(self, figure: float) -> str:
         """Format a figure such as `PSNR 38.1 dB`."""
         metric = METRICS[self.metric]
@@ -115,6 +136,8 @@ class Quality:
     budget: QualityBudget
     figures: tuple[float, ...]
     """Figure of each prompt."""
+    searched: tuple[float, ...] = ()
+    """Figures of the prompts that served for the search, if these are others."""
 
     @property
     def mean(self) -> float:
@@ -125,14 +148,31 @@ class Quality:
         return self.budget.worst(self.figures)
 
     @property
+    def foretold(self) -> float | None:
+        """Worst figure to expect of other prompts; None with fewer than `LEAST_PROMPTS`."""
+        figures = [*self.searched, *self.figures]
+        if len(figures) < LEAST_PROMPTS or any(map(math.isnan, figures)):
+            return None
+        return self.budget.foretold(figures)
+
+    @property
     def holds(self) -> bool:
         """Return True if the budget holds for every prompt."""
         return self.budget.holds(self.worst)
 
+    @property
+    def is_safe(self) -> bool:
+        """Return True if the budget holds for every prompt, and is expected to for others."""
+        return self.holds and (self.foretold is None or self.budget.holds(self.foretold))
+
     def __str__(self) -> str:
         if len(self.figures) == 1:
             return self.budget.shown(self.worst)
-        return f"{self.budget.shown(self.worst)} (mean {self.budget.digits(self.mean)})"
+        others = ""
+        if self.searched and self.foretold is not None:
+            others = f", {self.budget.digits(self.foretold)} or better expected on other prompts"
+        mean = self.budget.digits(self.mean)
+        return f"{self.budget.shown(self.worst)} (mean {mean}{others})"
 
 
 def parse_quality(text: str) -> QualityBudget:
@@ -188,3 +228,17 @@ def _top1(found: drift.Drift, baseline: Outputs) -> float | None:
     index = found["first_diverging_token"]
     tokens = found.get("generated_tokens") or baseline["sequences"].shape[1]
     return 1.0 if index is None else index / max(tokens, 1)
+
+
+def _student(probability: float, freedom: int) -> float:
+    """Return a quantile of Student's t distribution, within 1 % from 3 degrees of freedom.
+
+    Cornish-Fisher expansion, Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+    """
+    z = statistics.NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))

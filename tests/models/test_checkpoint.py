@@ -31,7 +31,9 @@ def test_a_pipeline_is_silent(cogvideo_directory: Path, capfd: pytest.CaptureFix
     runnable = models.load(str(cogvideo_directory), steps=1, device="cpu", prompt="a fox")
     assert runnable.roots.keys() == {"transformer", "text_encoder", "vae"}
     assert runnable.weights == f"pretrained: {cogvideo_directory}"
-    assert runnable.run().frames.shape == (1, 9, 3, 96, 128)
+    frames = runnable.run().frames
+    assert frames.shape == (1, 9, 3, 96, 128)
+    assert not torch.equal(frames, runnable.for_prompt("another prompt")().frames)
     assert capfd.readouterr() == ("", "")
 
 

@@ -210,7 +210,10 @@ def test_trained_weights_load_without_a_network(name: str, monkeypatch: pytest.M
 def test_the_trained_language_model_knows_python() -> None:
     runnable = models.load("llama", size="tiny", device="cpu", steps=1)
     language, directory = runnable.language, pretrained_weights.directory("llama")
-    ids = language.encode((directory / "held_out.txt").read_text(encoding="utf-8"))
+    text = (directory / "held_out.txt").read_text(encoding="utf-8")
+    ids, *others = language.windows(text)
+    assert {len(window[0]) for window in others} == {len(ids[0])} == {1152}
+    assert text.startswith("".join(map(language.decode, (ids, *others))))
     logits = language.score(ids)[:-1].float()
     perplexity = torch.nn.functional.cross_entropy(logits, ids[0, 1 : len(logits) + 1]).exp()
     assert 2 < perplexity < 10  # a uniform guess among the tokens would have 2,048
@@ -221,6 +224,8 @@ def test_more_tokens_than_trained_positions_are_refused() -> None:
         models.load("llama", size="tiny", device="cpu", steps=2000)
     with pytest.raises(models.ModelError, match="use fewer --steps or a shorter --prompt"):
         models.load("llama", size="tiny", device="cpu", prompt="return " * 2000)
+    with pytest.raises(models.ModelError, match=r"2,001 tokens, but llama reads at most 1,144"):
+        models.load("llama", size="tiny", device="cpu").for_prompt("return " * 2000)
 
 
 @pytest.mark.slow
@@ -263,6 +268,7 @@ def test_steps_prompt_and_dtype_are_used() -> None:
         "llama-3.1-8b", size="tiny", device="cpu", steps=3, prompt="twelve bytes", dtype="bfloat16"
     )
     assert output(runnable.run()).shape == (1, 12 + 3)
+    assert output(runnable.for_prompt("a fox")()).shape == (1, 5 + 3)
     assert runnable.settings["prompt"] == "twelve bytes"
     assert runnable.settings["prompt_tokens"] == 12
     assert {parameter.dtype for parameter in runnable.roots[""].parameters()} == {torch.bfloat16}

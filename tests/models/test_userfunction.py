@@ -58,6 +58,16 @@ def test_steps_and_prompt_are_passed_only_when_given(tmp_path: Path) -> None:
     )
     assert models.load(model).run() == (11, "default")
     assert models.load(model, steps=2, prompt="a fox").run() == (2, "a fox")
+    assert models.load(model).for_prompt is None
+
+
+def test_run_may_take_a_prompt(tmp_path: Path) -> None:
+    model = write(tmp_path, "def make(): return nn.Identity(), lambda prompt: prompt * 2")
+    runnable = models.load(model)
+    assert runnable.for_prompt is not None
+    assert runnable.for_prompt("fox")() == "foxfox"
+    with pytest.raises(models.ModelError, match=r"mine.py needs a prompt: .*tune with --prompts"):
+        runnable.run()
 
 
 @pytest.mark.parametrize(

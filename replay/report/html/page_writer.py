@@ -44,6 +44,7 @@ def write_html(
     checks: Sequence[model.Check] = (),
     outputs: Path | None = None,
     budget: Budget | None = None,
+    summary: str = "",
 ) -> None:
     """Write one HTML file that shows the results of a replay.
 
@@ -52,6 +53,7 @@ def write_html(
         outputs: the directory of `--save-output`.
         budget: error limit to draw in the error charts, which use the limit's metric. By default,
             the charts use relative L1 and have no limit.
+        summary: a sentence to show first; empty for none.
 
     Raises:
         ReportError: the rows contain no kernel, they come from several types of device, or the file
@@ -77,7 +79,7 @@ def write_html(
     page = Template(_resource("page.html")).substitute(
         title=html.escape(_title(groups)),
         machine=html.escape(_machine(rows)),
-        answers="\n".join(_answers(groups, models)),
+        answers="\n".join(_answers(groups, models, summary)),
         unavailable="\n".join(_unavailable(rows)),
         style=_resource("style.css"),
         script=_resource("page.js"),
@@ -115,8 +117,12 @@ def _machine(rows: Sequence[Row]) -> str:
     )
 
 
-def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> Iterator[str]:
-    """Yield list items, which start with the speed of the whole models."""
+def _answers(
+    groups: Sequence[Group], models: dict[str, list[model.Check]], summary: str
+) -> Iterator[str]:
+    """Yield list items, which start with the summary and the speed of the whole models."""
+    if summary:
+        yield f"<li><b>{html.escape(printable(summary))}</b>"
     for name, checks in models.items():
         for sentence in model.answers(checks):
             yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"

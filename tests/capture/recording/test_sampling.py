@@ -31,7 +31,7 @@ class Offered:
 
 def offer(sampler: Sampler, index: int, call: Offered) -> list[int] | None:
     """Return the indices of the calls to drop, or None if the new call is not kept."""
-    place = sampler.place(call.stratum, call.module)
+    place = sampler.place((call.stratum,), call.module)
     is_sought = call.is_nonfinite and not sampler.has_nonfinite
     if not sampler.wants(place, call.step) and not is_sought:
         return None
@@ -269,6 +269,22 @@ def test_per_layer_keeps_one_call_of_each_layer_and_phase(
     assert offers <= layers * (4 + 2 * math.log(steps)) + 10
     if len(kept) == 2 * layers >= 40 <= steps:
         assert len({call.step for call in kept}) > layers / 2
+
+
+@given(steps=st.frozensets(st.integers(0, 9), min_size=1))
+def test_per_layer_keeps_one_call_of_each_layer_at_named_denoising_steps(
+    steps: frozenset[int],
+) -> None:
+    calls = [*grid(2, 3, "encode"), *grid(3, 8, "denoise"), *grid(3, 8, "denoise")]
+    sampler = make_sampler("spread", "per-layer", None, steps)
+    for index, call in enumerate(calls):
+        offer(sampler, index, call)
+    kept = Counter((call.stratum, call.step) for call in map(calls.__getitem__, sampler.calls))
+    assert {step: kept.pop(("denoise", step), 0) for step in steps} == {
+        step: 3 * (step < 8) for step in steps
+    }
+    assert {stratum for stratum, _ in kept} == {"encode"}
+    assert kept.total() == 2
 
 
 @given(count=st.integers(0, 40), every=st.integers(1, 7), max_calls=st.integers(1, 12))

@@ -1,6 +1,8 @@
 """Tuning of a live model: the quality of its plan, prompts kept for acceptance, and resumption."""
 
+import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attention_replay as ar
 import models
-from replay.api.tune_model import tuned
+from replay.api import tuned_model
+from replay.api.tune_model import tune_runnable
 from replay.cli.main import main
 from replay.end_to_end import drift, model_check
 from replay.rows.row import Speedup, SpeedVerdict
@@ -112,7 +115,7 @@ def test_tuned_plan_is_the_fastest_within_the_budget(model: nn.Module, out: Path
 
     fastest = tune(model, run, 1.0, out)
     assert "1.20× (1.10-1.30) at relative L1" in str(fastest)
-    assert f"(judged on the run it was tuned on): {INT8} in 4 of 4 layers; " in str(fastest)
+    assert f", judged on the run it was tuned on: {INT8} in 4 of 4 layers; " in str(fastest)
     limit = fastest.quality.worst / 2
     careful = tune(model, run, limit, out)
     assert INT8 in careful.plan.kernels
@@ -137,7 +140,45 @@ def test_plan_holds_on_prompts_that_the_search_did_not_see(model: nn.Module, out
     searched = [figure(model, tuning.plan, partial(run, prompt)) for prompt in prompts]
     assert searched[2] == pytest.approx(tuning.quality.worst)
     assert max(searched) <= limit
-    assert "judged on" not in str(tuning)
+    assert ", judged on 1 prompt kept for acceptance: " in str(tuning)
+
+
+@pytest.mark.slow
+def test_stored_plan_is_reused_until_a_condition_changes(
+    model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, compared = out.parent / "store", out.with_name("plan.json.tuning")
+
+    def tune_compared(*given: Any, out: Path, **options: Any) -> Any:
+        shutil.copytree(compared, f"{out}.tuning")
+        return tune_runnable(*given, out=out, **{**options, "quiet": True})
+
+    monkeypatch.setattr(tuned_model, "tune_runnable", tune_compared)
+
+    def applied(quality: str = "relative_l1=1") -> tuple[Any, str]:
+        """Return a plan that ran once, and what stderr says."""
+        capsys.readouterr()
+        options = {"kernels": KERNELS, "directory": store, "rounds": 1}
+        run = torch.no_grad()(lambda: model(start()))
+        with ar.tuned(model, run, quality, **options) as plan:
+            run()
+            assert plan.swap.hits == (4 if plan.plan else 0)
+        return plan.plan, capsys.readouterr().err
+
+    tuned, said = applied()
+    assert "no plan for Sequential is stored in" in said
+    assert tuned.measured.speedup.ratio == 1.2
+    assert applied() == (tuned, "")
+    (path,) = store.iterdir()
+    path.write_text(path.read_text().replace(f'"{torch.__version__}"', '"2.0"'))
+    assert f"plan is not reused: torch 2.0 → {torch.__version__}; tuning again" in applied()[1]
+    with_times(compared, dict.fromkeys(SECONDS, 1.0))
+    kept = applied("relative_l1=0.9")
+    assert kept[0] is None
+    assert "quality budget relative_l1=1 → relative_l1=0.9; tuning again" in kept[1]
+    assert "cheapest kernel at every layer saves 0.0%" in kept[1]
+    shutil.rmtree(compared)  # the verdict is stored
+    assert "cheapest kernel at every layer saves 0.0%" in applied("relative_l1=0.9")[1]
 
 
 @pytest.mark.slow
@@ -189,13 +230,41 @@ def test_interrupted_search_goes_on(model: nn.Module, out: Path) -> None:
     assert len(plans) == len({*plans})
 
 
+COUNTER = itertools.count(1)
+
+
+def test_model_that_a_run_changes_is_refused(model: nn.Module, out: Path) -> None:
+    runs = itertools.count()
+
+    def run() -> Tensor:
+        # The model changes after the two runs of the baseline and the one that counts calls.
+        return model(start()) * (1.0 if next(runs) < 3 else 1.5)
+
+    with pytest.raises(ar.Error, match="let it leave the model as it was"):
+        tune(model, run, 0.4, out)
+
+
 @pytest.mark.parametrize(
     ("returned", "options", "sentence"),
     [
         (lambda: torch.rand(2, 3), {}, "already differ by more than relative_l1=0.1"),
         (lambda: object(), {}, "returned an object of type object, which cannot be judged"),
         (lambda: "a text", {}, "relative_l1 cannot be computed from sequences"),
+        (lambda: torch.full((2, 3), math.nan), {}, "own attention gives NaN in output"),
+        (
+            lambda: torch.rand(1, 3).to_sparse(),
+            {},
+            "returned a sparse tensor, which",
+        ),
+        (
+            lambda: {"a": torch.ones(2) * 1j},
+            {},
+            "returned a complex tensor, which",
+        ),
+        (lambda: torch.ones(next(COUNTER)), {}, "returned {'output': (1,)} and {'output': (2,)}"),
         (lambda: None, {"prompts": ["one"]}, "prompts must be at least two"),
+        (lambda: None, {"prompts": "ab"}, "prompts must be a list of prompts, not one text"),
+        (lambda: torch.ones(1), {"kernels": "bogus"}, "no kernel 'bogus'"),
     ],
 )
 def test_run_that_cannot_be_judged_is_refused(
@@ -226,6 +295,13 @@ def build():
         ("--model X --quality lpips=1", "unknown quality metric 'lpips'"),
         ("--model model.py:build", "psnr cannot be computed from output: let run() return pict"),
         ("--model model.py:build --quality cosine=0.9", "made no attention call"),
+        ("--model X --prompts none.txt", "cannot read --prompts none.txt: No such file"),
+        ("--model X --prompts blank.txt", "blank.txt is empty: write at least two prompts, one a"),
+        ("--model X --prompts one.txt", "prompts must be at least two, because half of them"),
+        ("--model X --prompts two.txt --prompt a", "--prompt and --prompts exclude each other"),
+        ("--model X --text none.txt", "cannot read --text none.txt: No such file"),
+        ("--model model.py:build --prompts two.txt", "build reads no prompts: leave them out, or"),
+        ("--model model.py:build --text two.txt", "build is not a language model that can score"),
     ],
 )
 def test_command_refuses_what_it_cannot_tune(
@@ -237,6 +313,8 @@ def test_command_refuses_what_it_cannot_tune(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(USER_MODEL)
+    for name, text in (("blank", "\n"), ("one", "a\n\n"), ("two", "a\nb\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
     err = refusal(runner(main, capsys), "tune", "-q", *arguments.split())
     assert sentence in err
 
@@ -276,4 +354,4 @@ def test_recording_of_another_seed_is_refused(model: nn.Module, tmp_path: Path) 
         settings={"seed": 1},
     )
     with pytest.raises(ar.Error, match="a tuning with seed 0, not 1"):
-        tuned(runnable, "relative_l1=0.1", out=tmp_path / "plan.json")
+        tune_runnable(runnable, "relative_l1=0.1", out=tmp_path / "plan.json")

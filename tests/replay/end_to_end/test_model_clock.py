@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from replay.end_to_end import model_clock
 from replay.end_to_end.model_clock import OUTSIDE, Clock
@@ -37,7 +38,7 @@ class Denoiser(nn.Module):
 
     def forward(self, x: Tensor, timestep: int) -> Tensor:
         self.let_pass(0.02 if timestep else 0.04)
-        return x
+        return x + 0
 
 
 class Writer(nn.Module):
@@ -74,6 +75,20 @@ def test_every_forward_of_the_roots_has_its_time(let_pass: Pass) -> None:
     with clock.running() as again:
         model(torch.zeros(1), timestep=1)
     assert len(again.forwards["denoise"]) == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_is_timed_outside_its_one_graph(in_place: bool) -> None:
+    model, counter = Denoiser(lambda seconds: None), CompileCounter()
+    if in_place:
+        model.compile(backend=counter, fullgraph=True)
+    run = model if in_place else torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        with Clock({"": model}, CPU).running() as times:
+            for step in (1, 1, 1):
+                run(torch.zeros(1) + step, timestep=step)
+        assert len(times.forwards["denoise"]) == 3
+    assert counter.frame_count == 1
 
 
 def test_tokens_and_phases_of_a_language_model() -> None:

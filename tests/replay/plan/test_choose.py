@@ -10,9 +10,10 @@ import pytest
 from replay.accuracy.errors import compare
 from replay.plan.call_matching import CensusError
 from replay.plan.cells import error_energy
-from replay.plan.choose import Uniform, choose, uniform
+from replay.plan.choose import choose
 from replay.plan.plan import Budget, PlanError
 from replay.plan.step_ranges import StepRange
+from replay.plan.uniform import Uniform, uniform
 from replay.rows.errors_of_output import Accuracy
 from replay.rows.row import Machine, Row, Status
 from replay.timing.statistics import paired_speedup

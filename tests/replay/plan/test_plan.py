@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from replay.plan.key_lengths import KeyLengths
+from replay.plan.measured import Measured
 from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, TotalError, Worst, parse_budget
 from replay.plan.step_ranges import StepRange
+from replay.rows.row import Speedup
 
 EXACT = Worst(cosine=1.0, relative_l1=0.0, rmse=0.0)
 
@@ -34,6 +36,11 @@ def plan() -> Plan:
         {"newer": "new saves more"},
         "NVIDIA H200",
         TotalError(0.5, 0.25, 1e-3),
+        Measured(
+            *("psnr", 35.0, 38.1, None, 2, True),
+            Speedup(1.14, 1.13, 1.15, "fast", "interval-above-1"),
+            {"torch": "2.13.0"},
+        ),
     )
 
 
@@ -92,10 +99,13 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     assert read.left_out == plan.left_out
     assert read.device == plan.device == "NVIDIA H200"
     assert read.total_error == plan.total_error
+    assert read.measured == plan.measured
+    text = "1.14× (1.13-1.15) at psnr 38.1 (mean ∞), on 2 runs kept for acceptance"
+    assert str(read.measured) == text
     assert read.steps == plan.steps == StepRange(6, 49)
     at_steps = [read.kernel_at("layers.0", "denoise", 77, step) for step in (5, 6, 49, 50)]
     assert at_steps == ["old", "new", "new", "old"]
-    del data["total_error"]
+    del data["total_error"], data["measured"]
     for version, field in ((2, "steps"), (1, "kv_lens")):
         data["format"] = f"attention-replay-plan/{version}"
         for choice in data["choices"]:
@@ -124,7 +134,23 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
             "total_error": {"limit": 1.0, "error": 1.0, "gap": -1.0},
         },
         "damaged (": {**good, "choices": [{"module": "layers.0"}]},
+        "damaged (measured is 'fast')": {**good, "measured": "fast"},
     }
+    figures: dict[str, dict[str, Any]] = {
+        "limit of the measured quality is nan": {"limit": math.nan},
+        "worst of the measured quality is inf": {"worst": math.inf},
+        "mean is 1000000000": {"mean": 10**400},
+        "quality is measured on 0 runs": {"runs": 0},
+        "kept is 'yes'": {"kept": "yes"},
+        "has 1e+300, not at most 1e+06": {
+            "speedup": {**good["measured"]["speedup"], "high": 1e300}
+        },
+        "metric is 7": {"metric": 7},
+        "conditions is 2": {"conditions": {"torch": 2}},
+        "conditions is a list": {"conditions": ["torch"]},
+    }
+    for message, change in figures.items():
+        wrong[message] = {**good, "measured": {**good["measured"], **change}}
     first = good["choices"][0]
     changed: dict[str, list[dict[str, Any]]] = {
         "ranges of key lengths overlap: 4 to 77 keys and": [

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from replay.plan.choose import Uniform
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan, TotalError, Worst
 from replay.plan.step_ranges import StepRange
+from replay.plan.uniform import Uniform
 from replay.report.plan_tables import fold, print_plan
 from tests.printed import printed
 

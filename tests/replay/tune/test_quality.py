@@ -26,6 +26,7 @@ IDS = torch.tensor([[0, 1, 2]])
     [
         (GREY, {"images": (1, 3, 12, 16)}),
         ([GREY, GREY], {"images": (2, 3, 12, 16)}),
+        ([LATENTS, torch.ones(1, 3, 5, 5)], {"output": (1 * 16 * 4 + 3 * 5 * 5,)}),
         (([[GREY, GREY]],), {"images": (2, 3, 12, 16)}),
         (FRAMES, {"images": (2, 3, 12, 16)}),
         ([*FRAMES], {"images": (2, 3, 12, 16)}),
@@ -97,6 +98,36 @@ def test_worst_prompt_decides(metric: str) -> None:
     assert not quality.holds
     assert quality.mean == pytest.approx(0.5)
     assert str(budget.shown(quality.worst)) in str(quality)
+
+
+@pytest.mark.parametrize(
+    ("budget", "searched", "figures", "foretold"),
+    [
+        # 3.182 is Student's t with three degrees of freedom.
+        ("psnr=30", (38.0, 39.0), (40.0, 41.0), 39.5 - 3.182 * 1.291 * 1.118),
+        ("psnr=30", (math.inf, math.inf), (math.inf, 100.0), 100.0),
+        ("kl=0.5", (0.1, 0.1), (0.1, 0.5), 0.2 + 3.182 * 0.2 * 1.118),
+        ("kl=0.5", (), (0.1, 0.5), None),
+        ("kl=0.5", (0.1, 0.2), (0.1, math.nan), None),
+    ],
+)
+def test_quality_on_other_prompts_is_foretold(
+    budget: str,
+    searched: tuple[float, ...],
+    figures: tuple[float, ...],
+    foretold: float | None,
+) -> None:
+    limit = parse_quality(budget)
+    quality = Quality(limit, figures, searched)
+    if foretold is None:
+        assert quality.foretold is None
+        assert quality.is_safe == quality.holds
+        return
+    assert quality.foretold == pytest.approx(foretold, rel=0.01)
+    assert quality.holds
+    assert quality.is_safe == limit.holds(foretold)
+    expected = f"{limit.digits(quality.foretold)} or better expected on other prompts"
+    assert (expected in str(quality)) == bool(searched)
 
 
 @pytest.mark.parametrize(
