@@ -47,7 +47,8 @@ def tune(
     the budget is measured beside the model's own attention, and saved.
 
     The first half of the prompts serves for the search. The fastest plan must then stay within the
-    budget on the other half, else a more careful plan is tried. The first prompt is recorded and
+    budget on the other half, else a more careful plan is tried. With four prompts or more, it must
+    also be expected to stay within the budget on other prompts. The first prompt is recorded and
     timed.
 
     An interrupted tuning goes on from the directory `OUT.tuning`, which holds the recording, the

@@ -67,7 +67,7 @@ def _record(
     from capture.recording.run_progress import shown_progress
     from capture.recording.sampling import PER_LAYER
     from replay.tune.directory import TuningError
-    from replay.tune.disk import chosen_steps, size
+    from replay.tune.recorded_calls import chosen_steps, size
 
     free = shutil.disk_usage(files.path).free
     steps = chosen_steps(counts, free)

@@ -60,7 +60,7 @@ LEAST_PROMPTS = 4
 """Smallest number of prompts from which a figure is foretold."""
 
 BEST_PSNR = 100.0
-"""PSNR in dB that stands for equal pictures in a mean."""
+"""Smallest PSNR in dB that stands for equal pictures in a mean."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class QualityBudget:
 
         This is the one-sided prediction limit of a normal distribution, mean ± t s √(1 + 1/n).
         """
-        figures = [min(each, BEST_PSNR) if self.metric == "psnr" else each for each in figures]
+        best = max(BEST_PSNR, self.limit)
+        figures = [best if each == math.inf else each for each in figures]
         number = len(figures)
         margin = _student(CONFIDENCE, number - 1) * math.sqrt(1 + 1 / number)
         margin *= statistics.stdev(figures)

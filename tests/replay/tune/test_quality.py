@@ -106,6 +106,8 @@ def test_worst_prompt_decides(metric: str) -> None:
         # 3.182 is Student's t with three degrees of freedom.
         ("psnr=30", (38.0, 39.0), (40.0, 41.0), 39.5 - 3.182 * 1.291 * 1.118),
         ("psnr=30", (math.inf, math.inf), (math.inf, 100.0), 100.0),
+        ("psnr=110", (math.inf, math.inf), (130.0, 130.0), 120 - 3.182 * 11.547 * 1.118),
+        ("psnr=110", (130.0, 130.0), (130.0, 130.0), 130.0),
         ("kl=0.5", (0.1, 0.1), (0.1, 0.5), 0.2 + 3.182 * 0.2 * 1.118),
         ("kl=0.5", (), (0.1, 0.5), None),
         ("kl=0.5", (0.1, 0.2), (0.1, math.nan), None),

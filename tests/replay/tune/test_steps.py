@@ -14,7 +14,7 @@ from replay.end_to_end import model_check
 from replay.report.tuning import used_kernels
 from replay.rows.row import Speedup
 from replay.timing.statistics import summarize
-from replay.tune.disk import chosen_steps, size
+from replay.tune.recorded_calls import chosen_steps, size
 
 INT8 = f"{Path(__file__).parents[3] / 'benchmarks' / 'emulated_8_bit.py'}:int8"
 SIGNATURE = {
