@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
 	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
 	$(BIN)/capture --model llama --size tiny --max 5 --overwrite
-	$(BIN)/replay --dir captured_inputs --metric all --report report.html
+	$(BIN)/replay --dir captured_inputs --report report.html
 
 # mypy has one thread, and the tests do not use all processors all the time.
 test: style

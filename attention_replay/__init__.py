@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from capture.call.attention_call import AttentionCall
     from capture.recording.record import record
     from capture.recording.recording import Recording
+    from capture.sharing.share import share
     from capture.storage.dataset import Dataset, load
     from replay.api.batch_invariance import agree
     from replay.api.compare_rows import compare
@@ -71,6 +72,7 @@ __all__ = [
     "report",
     "reproduce",
     "selftest",
+    "share",
     "tune",
     "tuned",
     "use_kernel",
@@ -102,6 +104,7 @@ _HOMES = {
     "report": "replay.api.write_report",
     "reproduce": "replay.api.reproduce_failure",
     "selftest": "replay.api.run_selftest",
+    "share": "capture.sharing.share",
     "tune": "replay.api.tune_model",
     "tuned": "replay.api.tuned_model",
     "use_kernel": "replay.patch.use_kernel",

@@ -1,6 +1,5 @@
-"""Draws the pictures in docs/replaying.md: the first screens of a report, in a headless Chromium.
+"""Draws the picture in docs/replaying.md: the first screens of a report, in a headless Chromium.
 
-make demo
 python -m benchmarks.report_picture report.html docs/pictures/report.png
 """
 

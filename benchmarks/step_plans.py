@@ -98,6 +98,7 @@ class Limit(NamedTuple):
 class Ready(NamedTuple):
     """Model with its recording, the rows and the plan."""
 
+    device: str
     runnable: models.Runnable
     capture: CaptureRecord
     recorded: Path
@@ -209,7 +210,7 @@ def prepare(
     capture = Dataset.open(str(recorded)).captures[0]
     plan = plan_of(capture, rows, type_of(torch.device(device)))
     plan.save(scratch / "plan.json")
-    return Ready(runnable, capture, recorded, list(rows), plan, scratch / "plan.json")
+    return Ready(device, runnable, capture, recorded, list(rows), plan, scratch / "plan.json")
 
 
 def measured(
@@ -225,7 +226,7 @@ def measured(
             plan=ready.file,
             model_rounds=rounds,
             trust_code=True,
-            device=ready.capture.device,
+            device=ready.device,
         )
         yield from spans(found[-1], {})
         return

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from capture.call.attention_call import AttentionCall
     from capture.recording.record import record
     from capture.recording.recording import Recording
+    from capture.sharing.share import share
     from capture.storage.dataset import Dataset, load
 
-__all__ = ["AttentionCall", "Dataset", "Recording", "load", "record"]
+__all__ = ["AttentionCall", "Dataset", "Recording", "load", "record", "share"]
 
 _HOMES = {
     "AttentionCall": "capture.call.attention_call",
@@ -26,6 +27,7 @@ _HOMES = {
     "Recording": "capture.recording.recording",
     "load": "capture.storage.dataset",
     "record": "capture.recording.record",
+    "share": "capture.sharing.share",
 }
 """Module of each public name."""
 

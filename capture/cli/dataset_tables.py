@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from rich.console import Console
@@ -10,16 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from capture.call.attention_call import Origin
-from capture.call.attention_variant import VARIANT_TENSORS
 from capture.call.head_ranges import ranges
 from capture.call.statistics import CallStatistics, call_statistics, mean
-from capture.call.strides import Layout
 from capture.cli.file_checks import FileCheck
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.header import CallHeader
+from capture.storage.header_text import mask_text, strides_text
 from capture.storage.notebook import steps_note
 from capture.text.counted import counted, human_bytes
 from capture.text.printable import printable
@@ -119,7 +116,8 @@ def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
     groups: dict[str, list[FileEntry]] = {}
     for entry in entries:
         header = entry.header
-        kind = f"{entry.origin.phase} · {header.dtype} · {_mask(header)} · {_strides(header)}"
+        words = (entry.origin.phase, header.dtype, mask_text(header), strides_text(header))
+        kind = " · ".join(words)
         groups.setdefault(kind, []).append(entry)
     return groups
 
@@ -150,7 +148,7 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
         parts.append(f"heads {capture.heads} of each call")
     if parts_of := sorted({_part(entry.origin) for entry in entries if entry.origin.split}):
         parts.append(" and ".join(parts_of))
-    parts += filter(None, [steps_note(entries)])
+    parts += filter(None, [capture.left_out, steps_note(entries)])
     if not capture.complete:
         parts.append("incomplete: interrupted, or calls or the manifest were lost")
     return " · ".join(parts)
@@ -160,44 +158,3 @@ def _part(origin: Origin) -> str:
     """Describe the part of each call that a rank recorded: `heads 4-7, split over ranks 0-1`."""
     of_whole = f"{origin.split} {origin.heads}".strip() if origin.split == "heads" else origin.split
     return f"{of_whole}, split over ranks {ranges(tuple(sorted(origin.split_ranks)))}"
-
-
-def _mask(header: CallHeader) -> str:
-    asked = [str(header.variant), *(name for name in VARIANT_TENSORS if name in header.layouts)]
-    if header.is_paged:
-        pool, _, page_size, _ = header.layouts["key"].size
-        asked = [f"{pool} pages of {page_size}" if each == "page_table" else each for each in asked]
-    if header.value_in_key:
-        asked.append(f"value = {header.value_in_key} columns of key")
-    if "attn_mask" not in header.layouts:
-        asked.insert(0, "causal" if header.is_causal else "")
-        return ", ".join(filter(None, asked)) or "no mask"
-    kind = "bool" if header.dtypes["attn_mask"] == "bool" else "float"
-    size = "×".join(map(str, header.layouts["attn_mask"].size))
-    structure = f" = {header.mask_structure}" if header.mask_structure else ""
-    return ", ".join(filter(None, [f"{kind} mask {size}{structure}", *asked]))
-
-
-def _strides(header: CallHeader) -> str:
-    """Describe each tensor's memory layout: `query BSHD, key and value BHSD`."""
-    tensors: dict[str, list[str]] = {}
-    for name in ("query", "key", "value"):
-        if name in header.layouts:
-            tensors.setdefault(_memory_order(header.layouts[name]), []).append(name)
-    return ", ".join(f"{' and '.join(names)} {order}" for order, names in tensors.items())
-
-
-def _memory_order(layout: Layout) -> str:
-    """Return the memory order, such as `BHSD` if contiguous, or the strides if there are gaps.
-
-    Dimensions of size 1 fit anywhere, so the first dense order is used.
-    """
-    for order in itertools.permutations(range(4)):
-        expected, dense = 1, True
-        for dim in reversed(order):
-            if layout.size[dim] > 1:
-                dense = dense and layout.stride[dim] == expected
-                expected *= layout.size[dim]
-        if dense:
-            return "".join("BHSD"[dim] for dim in order)
-    return f"strides {layout.stride}"

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 USAGE = """capture --model MODEL [options]
-       capture show DIR | check DIR | repair DIR"""
+       capture show DIR | check DIR | repair DIR | share DIR"""
 
 DESCRIPTION = """\
 Run a model and record its attention calls (query, key, value, mask, output) in a directory of
 safetensors files. Other verbs, each with its own --help: show lists a recording, check verifies
-its files, repair recovers a recording whose process was killed."""
+its files, repair recovers a recording whose process was killed, share copies it for others."""
 
 EXAMPLES = """\
   capture --model cogvideo --max 10                    10 calls of CogVideoX

@@ -6,7 +6,14 @@ import argparse
 
 from capture.call.head_ranges import parse_ranges
 from capture.call.splits import SPLITS
-from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
+from capture.command_line.parser import (
+    Listed,
+    OneSentenceParser,
+    natural,
+    not_empty,
+    positive,
+    size,
+)
 from capture.recording.sampling import PER_LAYER, PHASES, SAMPLES, make_sampler
 
 
@@ -44,7 +51,7 @@ def add_storage_options(command: OneSentenceParser) -> None:
     )
     store.add_argument(
         "--max-bytes",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="limit of the total size, such as 500M or 20G",
     )
@@ -72,7 +79,7 @@ def add_storage_options(command: OneSentenceParser) -> None:
     )
     store.add_argument(
         "--buffer-bytes",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="host memory for calls that are not written yet (default: a quarter of free memory)",
     )
@@ -96,18 +103,3 @@ def _heads(text: str) -> tuple[int, ...]:
         return parse_ranges(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _size(text: str) -> int:
-    not_empty(text)
-    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    number, unit = text.upper().removesuffix("B"), 1
-    if number[-1:] in units:
-        number, unit = number[:-1], units[number[-1]]
-    try:
-        value = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"invalid size {text!r} (must be such as 500M or 20G)")
-    return value

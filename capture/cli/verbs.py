@@ -15,6 +15,7 @@ VERBS = {
     "show": "capture.cli.show_command",
     "check": "capture.cli.check_command",
     "repair": "capture.cli.repair_command",
+    "share": "capture.cli.share_command",
 }
 """Modules of the other verbs. Each verb's module has `parser()` and `run(arguments)`."""
 

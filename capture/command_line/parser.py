@@ -164,6 +164,22 @@ def share(given: str) -> float:
     return value
 
 
+def size(text: str) -> int:
+    """Parse a size in bytes such as 500M or 20G, for `add_argument(type=…)`."""
+    not_empty(text)
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    number, unit = text.upper().removesuffix("B"), 1
+    if number[-1:] in units:
+        number, unit = number[:-1], units[number[-1]]
+    try:
+        value = int(float(number) * unit)
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"invalid size {text!r} (must be such as 500M or 20G)")
+    return value
+
+
 def _number(given: str) -> float:
     """Return a finite number; for any other string return NaN, which is outside every range."""
     not_empty(given)

@@ -56,6 +56,9 @@ class CaptureRecord:
     first_nonfinite: NonfiniteValues | None = None
     """First tensors with NaN or infinity; None if all were finite, or in old recordings."""
 
+    left_out: str = ""
+    """Clause about the stored calls that a shared copy lacks; empty if it has all of them."""
+
     @classmethod
     def of(cls, origin: Origin) -> CaptureRecord:
         """Return a record with the data that a call of the capture contains."""
@@ -107,7 +110,8 @@ class CaptureRecord:
         fields = with_names(vars(self), {"missed_attention": "gone_past"})
         if self.first_nonfinite is not None:
             fields["first_nonfinite"] = self.first_nonfinite.to_json()
-        for name in ("gone_past", "invalid_calls", "first_nonfinite", "attention_share"):
+        optional = ("gone_past", "invalid_calls", "first_nonfinite", "attention_share", "left_out")
+        for name in optional:
             if not fields[name]:
                 del fields[name]
         return fields

@@ -30,7 +30,7 @@ _PACKAGES = {
     "gs": "gcsfs",
 }
 """Package to install for each scheme."""
-_LOG_IN = {
+LOG_IN = {
     "s3": "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket, "
     "FSSPEC_S3_ANON=true",
     "gs": "log in with gcloud auth application-default login; for a public bucket, "
@@ -73,7 +73,7 @@ class RemoteDirectory:
         self.address = without_secrets(address)
         self.cache = cache.directory_of(address, cache.user_cache())
         self._lists_files = not _is_http(address)
-        self._system, self._path = _file_system(address)
+        self._system, self._path = file_system(address)
 
     def sizes(self) -> dict[str, int] | None:
         if not self._lists_files:
@@ -96,7 +96,7 @@ class RemoteDirectory:
 def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
     """Download an archive if the cache lacks it; return its path and its cache directory."""
     shown, copies = without_secrets(address), cache.directory_of(address, cache.user_cache())
-    system, path = _file_system(address)
+    system, path = file_system(address)
     with _as_dataset_error(shown):
         system.invalidate_cache()
         info = system.info(path)
@@ -130,7 +130,7 @@ def _download(
 
     counter = Counter()
     # Read a file of the Hub with one request instead of one request for every 5 MiB.
-    options = {"block_size": 0} if _scheme(shown) == "hf" else {}
+    options = {"block_size": 0} if scheme_of(shown) == "hf" else {}
     # Copy in a thread, because fsspec would print pending tasks if Ctrl-C interrupted it.
     with _as_dataset_error(shown), ThreadPoolExecutor(1) as thread:
         copying = thread.submit(system.get_file, path, str(to), callback=counter, **options)
@@ -143,9 +143,9 @@ def _download(
         raise DatasetError(f"{shown}: has more than {limit} bytes")
 
 
-def _file_system(address: str) -> tuple[Any, str]:
+def file_system(address: str) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path in this file system."""
-    shown, scheme, options = without_secrets(address), _scheme(address), {}
+    shown, scheme, options = without_secrets(address), scheme_of(address), {}
     try:
         from fsspec.core import url_to_fs
 
@@ -158,13 +158,13 @@ def _file_system(address: str) -> tuple[Any, str]:
         return url_to_fs(address, **options)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
-        remedy = f"pip install {package}" if package else _first_line(error)
+        remedy = f"pip install {package}" if package else first_line(error)
         raise DatasetError(
-            f"{shown}: reading {scheme}:// requires a package that is not installed: {remedy}"
+            f"{shown}: {scheme}:// requires a package that is not installed: {remedy}"
         ) from error
     except ValueError as error:
         raise DatasetError(
-            f"{shown}: cannot be read ({_first_line(error)}): give a directory, an archive, or an "
+            f"{shown}: cannot be read ({first_line(error)}): give a directory, an archive, or an "
             "address such as hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://"
         ) from error
     except Exception as error:
@@ -184,23 +184,23 @@ def _as_dataset_error(shown: str) -> Iterator[None]:
 
 def _explained(shown: str, error: Exception) -> DatasetError:
     """Return an error that states what failed and what to do."""
-    scheme, causes = _scheme(shown), list(_causes(error))
+    scheme, causes = scheme_of(shown), list(_causes(error))
     names = {each.__name__ for cause in causes for each in type(cause).__mro__}
     statuses = {_status(cause) for cause in causes}
     numbers = {getattr(cause, "errno", None) for cause in causes}
-    reason = _first_line(causes[-1]).replace(shown, "").strip(" :,") or type(error).__name__
+    reason = first_line(causes[-1]).replace(shown, "").strip(" :,") or type(error).__name__
     if numbers & {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
         return Unreachable(f"{shown}: cannot be copied here ({reason}): make room for it")
     # The Hub gives the same error for a missing repository and for a hidden one.
     hidden = "RepositoryNotFoundError" in names and "GatedRepoError" not in names
     denied = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GatedRepoError"}
     if not hidden and (statuses & {401, 403} or names & denied):
-        remedy = _LOG_IN.get(scheme, "log in, or check the address")
+        remedy = LOG_IN.get(scheme, "log in, or check the address")
         return Unreachable(f"{shown}: access is denied ({reason}): {remedy}")
     silent = {"ConnectionError", "ClientConnectionError", "ConnectError", "TimeoutError"}
     if hidden or 404 in statuses or ("FileNotFoundError" in names and not names & silent):
         hint = f"; over HTTP, a directory is read by its {MANIFEST}" if _is_http(shown) else ""
-        hint = f"; {_LOG_IN['hf']} if it is private" if scheme == "hf" else hint
+        hint = f"; {LOG_IN['hf']} if it is private" if scheme == "hf" else hint
         return DatasetError(f"{shown}: not found; check the address{hint}")
     return Unreachable(
         f"{shown}: cannot be reached ({reason}): check the network and the address, or copy the "
@@ -222,15 +222,15 @@ def _status(error: BaseException) -> int | None:
     return getattr(response, "status_code", None) or getattr(error, "status", None)
 
 
-def _scheme(address: str) -> str:
+def scheme_of(address: str) -> str:
     return re.split("://|::", address, maxsplit=1)[0].lower()
 
 
 def _is_http(address: str) -> bool:
-    return _scheme(address) in ("http", "https")
+    return scheme_of(address) in ("http", "https")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     line = (str(error).strip().splitlines() or [""])[0]
     line = re.sub(r",? (for )?url[=: ].*", "", line)  # a URL may contain a password
     return line.rstrip(".: ")[:200] or type(error).__name__

@@ -31,6 +31,7 @@ def report(
     outputs: str | os.PathLike[str] | None = None,
     budget: str | Budget | None = None,
     summary: str = "",
+    command: str = "",
 ) -> list[Path]:
     """Write an HTML page, which needs no network, or charts for papers.
 
@@ -42,6 +43,7 @@ def report(
         outputs: directory where `verify` saved the outputs of these checks.
         budget: error limit to draw on the page, such as `cosine=0.998`.
         summary: a sentence to show first on the page, such as that of a tuning.
+        command: command to name at the foot of the page.
 
     Returns:
         The files that were written. There are no charts if the rows have no figures to draw.
@@ -73,6 +75,7 @@ def report(
             outputs=None if outputs is None else Path(outputs),
             budget=limit,
             summary=summary,
+            command=command,
         )
         written.append(Path(out))
     if charts is not None:
@@ -119,7 +122,7 @@ def _check(tree: dict[str, Any]) -> ModelResult:
         drift.cells(made.drift)  # figures that are shown together are all there
     found = made.prediction
     places = [] if found is None else [found.run, *found.phases.values()]
-    times = [span.ms.p50 for span in made.measured.values()]
+    times = [span.seconds for span in made.measured.values()]
     for place in places:
         figures = (place.old_seconds, place.new_seconds, place.speedup)
         times += [each.value for each in figures if each is not None]

@@ -45,7 +45,9 @@ def parser() -> VerbParser:
     command.add("--kernels", to=what)
     how = (*TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
     command.group("how to measure, and where", *how)
-    shown = command.group("what to show and write", "--metric", "--errors-against", "--tolerances")
+    shown = command.group(
+        "what to show and write", "--details", "--metric", "--errors-against", "--tolerances"
+    )
     shown.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
     command.add("--json", "--resume", "--report", "--check", to=shown)
     command.add_common(shown)

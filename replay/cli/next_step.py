@@ -15,6 +15,7 @@ from replay.bench.runner import DEFAULT_BASELINE
 from replay.cli.shared_options import OPTIONS, SHAPE, VALUES
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
+from replay.report.matrix import BUSY, Matrix, matrix
 from replay.rows.row import Row, Speedup
 
 OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--tolerances")
@@ -57,12 +58,19 @@ def next_step(
         flags = ("--dir", "--call", "--device", "--tolerances")
         examine = _command(arguments, "doctor", *kernels, flags=flags)
         return f"find out what is wrong: {examine}"
+    if is_none_correct and not any(row.status == "inaccurate" for row in compared):
+        return ""
     if is_none_correct and verb not in ("plan", "verify"):
         per_call = ["--per-call"] if "per_call" in given else []
         look = _command(arguments, verb, "--metric", "accuracy,stats", *per_call)
         return f"no kernel is correct; see where each is wrong: {look}"
     if not given.get("dir"):
         return "record what a model really computes: capture --model llama"
+    found = matrix(rows)
+    gaining = _gaining(found)
+    if verb == "" and not gaining:
+        is_busy = any(cell.reason == BUSY for cell in found.cells.values())
+        return "run this again when the machine is less busy" if is_busy else ""
     captures = _whole_captures(dataset)
     if plan is not None and not plan.kernels:
         return f"{arguments.out} changes nothing: no kernel is faster within {plan.limits}"
@@ -73,7 +81,8 @@ def next_step(
             measure = _command(arguments, "verify", *further, flags=OF_RECORDING)
             return f"measure the plan in the model: {measure}"
         if verb == "":
-            check = _command(arguments, "verify", flags=OF_RECORDING)
+            others = [flag for flag in OF_RECORDING if flag != "--kernels"]
+            check = _command(arguments, "verify", "--kernels", ",".join(gaining), flags=others)
             return f"see what the whole model gains: {check}"
     if path := given.get("plan") or given.get("out"):
         used = Plan.load(path)
@@ -94,6 +103,17 @@ def next_step(
     else:
         look = _command(arguments, verb, "--report", "out.html")
     return f"look at it as charts, and send it to others: {look}"
+
+
+def _gaining(found: Matrix) -> list[str]:
+    """Return the kernels that are faster in a kind of call and wrong in none."""
+    gaining = [
+        kernel.name
+        for kernel in found.kernels
+        if "faster" in (outcomes := {cell.outcome for cell in found.row(kernel)})
+        and "wrong" not in outcomes
+    ]
+    return list(dict.fromkeys(gaining))
 
 
 def _command(

@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 OF_ALL_CALLS = ("report", "out", "checks")
 """Options for outputs that require a complete replay."""
 
+FOR_TABLES = ("details", "metric", "per_call")
+"""Options that print the tables of each kind of call below the matrix."""
+
 HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")
 """Statuses of a row that `--check` accepts."""
 
@@ -127,6 +130,7 @@ def replayed(
     from replay.report.replay_tables import print_tables
 
     metrics = metrics_of(arguments)
+    given = vars(arguments)
     with Session(request, early=early, quiet=arguments.quiet) as session:
         if one_type and len(session.machines) > 1:
             types = " and ".join(machine.device for machine in session.machines)
@@ -143,8 +147,9 @@ def replayed(
             session.machines,
             session.settings,
             metrics,
-            per_call=vars(arguments).get("per_call", False),
-            versus_random=vars(arguments).get("versus_random", False),
+            details=any(map(given.get, FOR_TABLES)),
+            per_call=given.get("per_call", False),
+            versus_random=given.get("versus_random", False),
         )
     if ended_by is not None:
         say_unwritten(unwritten)

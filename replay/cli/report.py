@@ -6,6 +6,7 @@ PyTorch is imported only after the arguments and their files have been checked.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,7 +130,8 @@ def write(
     Raises:
         Error: there is nothing to report, or the file cannot be written.
     """
-    report(rows, out, checks=checks, **others)
+    command = shlex.join(["replay", *sys.argv[1:]])
+    report(rows, out, checks=checks, command=command, **others)
     if Path(out).is_file():
         print(f"report: {out} ({Path(out).stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 

@@ -84,7 +84,8 @@ def metrics_of(arguments: argparse.Namespace) -> list[str]:
     Raises:
         UsageError: `--metric` lists no name, or an unknown one.
     """
-    text: str = vars(arguments).get("metric", DEFAULT_METRICS)
+    given: str | None = vars(arguments).get("metric")
+    text = DEFAULT_METRICS if given is None else given
     metrics = [*dict.fromkeys(part.strip() for part in text.split(",") if part.strip())]
     if not metrics:
         raise UsageError(f"--metric is empty: choose from {', '.join(ALL_METRICS)}")

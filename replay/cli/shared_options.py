@@ -165,10 +165,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--in-process": _flag(
         "run without workers: a crash ends the run, and your kernels are not ranked"
     ),
-    "--metric": _names("A,B", f"columns: {', '.join(ALL_METRICS)}", default=DEFAULT_METRICS),
+    "--details": _flag("show tables of each kind of call: times, intervals, errors, notes"),
+    "--metric": _names("A,B", f"columns of the tables: {', '.join(ALL_METRICS)}"),
     "--errors-against": _text(
         "WHAT",
-        "output to compare with: reference (default), captured (recorded), or a kernel",
+        "output to compare with: reference (default), captured, or a kernel",
         default="reference",
     ),
     "--tolerances": _text("TOML", "constants for judging accuracy (docs/method.md)"),

@@ -32,7 +32,15 @@ def parser() -> VerbParser:
     command.add(*VALUES, to=what)
     how = ("--kernels", *TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
     command.group("how to measure, and where", *how)
-    shown = ("--metric", "--errors-against", "--json", "--resume", "--report", "--check")
+    shown = (
+        "--details",
+        "--metric",
+        "--errors-against",
+        "--json",
+        "--resume",
+        "--report",
+        "--check",
+    )
     command.add_common(command.group("what to show and write", *shown))
     return command
 

@@ -60,7 +60,7 @@ def _parser(name: str, *calls: str) -> VerbParser:
         EXAMPLES,
     )
     command.add(*calls, "--kernels", *TIMING, "--baseline-kernel", "--device", "--env", "--timeout")
-    command.add("--metric", "--errors-against", "--tolerances", "--json")
+    command.add("--details", "--metric", "--errors-against", "--tolerances", "--json")
     command.add_common()
     return command
 

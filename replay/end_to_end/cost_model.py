@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,6 +19,13 @@ from replay.timing.statistics import percentile
 RESAMPLES = 1000
 """Number of bootstrap resamples; sums over many calls need fewer than one call's median."""
 
+MOST_LOST = 4.0
+"""Length of a call, in calls of the model's own attention, beyond which it loses no more time to
+cold caches; it then fills them itself."""
+
+LEAST_LOSS, LOSSES = 0.25, 1.5
+"""Least ratio of a kernel's loss in the model to the predicted loss, and the range of the ratio.
+On small models it was 0.8 to 1.7."""
 
 Figure = Literal["time_ms", "layer_host_ms"]
 
@@ -35,11 +42,13 @@ class CallTotals:
         self.refused: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         """Number of counted calls that fall back, by reason and replayed call."""
         self.not_recorded: Counter[tuple[str, str]] = Counter()
+        self.kernels_not_recorded: set[KernelId] = set()
         self.reason = ""
         own = 0
         for counted, kernel in chosen:
             if not counted.shares:
                 self.not_recorded[counted.module, counted.phase] += counted.calls
+                self.kernels_not_recorded.add(kernel)
             for call, share in counted.shares.items():
                 self.represented[call] += counted.calls * share
             is_plain = kernel == KernelId(cost_model.replayed.plain)
@@ -87,6 +96,8 @@ class CostModel:
     replayed: RowsByCall
     seed: int
     phases: Mapping[str, Clocked]
+    pace: Mapping[str, float] = field(default_factory=dict)
+    """Time of the model's own attention in the model / in the replay, by phase of a CPU's model."""
 
     def waiting_seconds(self, phase: str) -> float:
         """Return the time that the GPU waits for the host in a phase's forwards or a full run."""
@@ -127,13 +138,10 @@ class CostModel:
         return saved, saved_resampled
 
     def gained_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> tuple[float, Tensor]:
-        """Sum the model's gain over the phases.
-
-        A phase gains the time that attention saves; a launch-bound phase gains at most the time
-        that the host saves.
+        """Sum the gain over the phases of the calls, by the formula of `prediction`.
 
         Raises:
-            ValueError: a phase is launch-bound, but the cost of launches was not measured.
+            ValueError: a phase runs on a GPU, but the cost of launches was not measured.
         """
         by_phase: dict[str, dict[tuple[str, KernelId], float]] = defaultdict(dict)
         for (call, kernel), count in swapped.items():
@@ -142,14 +150,44 @@ class CostModel:
         gained, gained_resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for phase, counts in by_phase.items():
             saved, saved_resampled = self.saved_seconds(counts)
-            waiting = self.waiting_seconds(phase) if phase in self.phases else 0.0
-            if waiting:
-                launches, launches_resampled = self.saved_seconds(counts, "layer_host_ms")
-                saved = min(waiting + saved, launches)
-                saved_resampled = torch.minimum(waiting + saved_resampled, launches_resampled)
-            gained += saved
-            gained_resampled += saved_resampled
+            clocked = self.phases.get(phase)
+            if clocked is None or clocked.busy_seconds is None or clocked.host_seconds is None:
+                old, new = self._lost_seconds(counts, self.pace.get(phase, 1.0))
+                generator = torch.Generator().manual_seed(self.seed)
+                drawn = torch.rand(RESAMPLES, generator=generator, dtype=torch.float64)
+                gained += saved + old - new
+                gained_resampled += saved_resampled + old - new * (LEAST_LOSS + drawn * LOSSES)
+                continue
+            spared, spared_resampled = self.saved_seconds(counts, "layer_host_ms")
+            busy = clocked.forwards * clocked.busy_seconds
+            host = clocked.forwards * clocked.host_seconds
+            gained += max(busy, host) - max(busy - saved, host - spared)
+            new_resampled = torch.maximum(busy - saved_resampled, host - spared_resampled)
+            gained_resampled += max(busy, host) - new_resampled
         return gained, gained_resampled
+
+    def _lost_seconds(
+        self, swapped: Mapping[tuple[str, KernelId], float], pace: float
+    ) -> tuple[float, float]:
+        """Return the time that the calls lose in the model: with its own kernel, and swapped."""
+        lost_old = lost_new = 0.0
+        for each, count in swapped.items():
+            before, after, _ = self._samples(*each, "time_ms")
+            old, new = percentile(before, 50) / 1000, percentile(after, 50) / 1000
+            lost_old += count * (pace - 1) * old
+            lost_new += count * (pace - 1) * min(new, MOST_LOST * old)
+        return lost_old, lost_new
+
+    def ratios(self, kernels: Iterable[KernelId]) -> list[float]:
+        """Return t_new / t_old of every replayed call that one of the kernels ran."""
+        times = [
+            (new.p50, old.p50)
+            for kernel in kernels
+            for call in self.replayed.timed()
+            if (new := _time(self.replayed.row(call.name, kernel))) is not None
+            and (old := _time(self._baseline_row(call.name, kernel))) is not None
+        ]
+        return [new / old for new, old in times]
 
     def clues(self, swapped: Mapping[tuple[str, KernelId], float], forwards: int) -> Clues:
         """Collect clues from the calls that kernels run, per forward."""

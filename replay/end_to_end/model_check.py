@@ -44,6 +44,8 @@ from replay.timing.statistics import paired_speedup, summarize
 MOST_ROUNDS = 10
 ROUNDS_SECONDS = 6.0
 """Default seconds of timed rounds per kernel; at least `MINIMUM_ROUNDS` rounds are run."""
+SWAPPED = "the model's own, swapped in"
+"""Name of the variant that measures what swapping a kernel in costs."""
 NEIGHBOURS = 2
 """Number of kernels per baseline run in a round."""
 
@@ -53,10 +55,15 @@ class MeasuredSpan:
     """Measured time of a span: one forward of a phase, or one full run."""
 
     ms: TimeSummary
-    """Statistics over the rounds, without interruptions (`replay.end_to_end.undisturbed_times`)."""
+    """Statistics over the kernel's rounds, without interruptions
+    (`replay.end_to_end.undisturbed_times`)."""
     speedup: Speedup | None
     """Speed-up over adjacent runs with the model's own attention; None for the baseline."""
     tokens_per_second: float | None
+    """Tokens per `seconds`."""
+    seconds: float
+    """The measured time: the baseline's median / speed-up; for the baseline, its median. Unlike
+    `ms`, it is not affected by a machine that was slower in the kernel's rounds."""
 
 
 @dataclass
@@ -131,6 +138,9 @@ class _Arm:
     paired_with: list[int] = field(default_factory=list)
     """Index of the adjacent baseline run, for each run."""
     inside: ModelRun | None = None
+    drained: ModelRun | None = None
+    """Run that measured the host's time, with the model's own kernel swapped in if possible; only
+    for the baseline, on a GPU."""
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
@@ -155,6 +165,7 @@ def check(
     seed: int = 0,
     text: str | None = None,
     kernel_at: Mapping[str, KernelAt] | None = None,
+    own_kernel: str | None = None,
     save_output: Path | None = None,
 ) -> list[ModelResult]:
     """Run the model with every variant; the first result is the model's own attention.
@@ -166,13 +177,17 @@ def check(
         text: for language models, a text to compute perplexity on.
         kernel_at: kernel of each module, phase, key length and step, by the name of each variant
             that is a plan.
+        own_kernel: the kernel that stands for the model's own attention. It is also swapped in, to
+            measure what swapping costs; None not to measure it.
         save_output: a directory for pictures and texts of every variant.
 
     Raises:
         ModelRefused: the model cannot be built.
         RunFailed: the model fails even with its own attention.
     """
-    own, *_ = arms = [_Arm(variant) for variant in (BASELINE, *variants)]
+    own, *_ = shown = [_Arm(variant) for variant in (BASELINE, *variants)]
+    reference = None if own_kernel is None else _Arm(Variant(SWAPPED, own_kernel))
+    arms = shown if reference is None else [*shown, reference]
     with closing(process), tempfile.TemporaryDirectory() as scratch:
         for number, arm in enumerate(arms):
             file = Path(scratch) / f"{number}.safetensors"
@@ -192,8 +207,13 @@ def check(
         }
         for arm in arms:
             arm.inside = _attempt(arm, process, partial(process.run, arm.variant, waits=waits))
+        if _busy_seconds(own):
+            # The host's time with a kernel includes that of swapping the kernel in.
+            swapped = own if reference is None or reference.failure else reference
+            drained = partial(process.run, swapped.variant, drains=True)
+            own.drained = _attempt(swapped, process, drained)
     at = kernel_at or {}
-    return [_checked(capture, rows, arm, own, at, seed, mismatch) for arm in arms]
+    return [_checked(capture, rows, arm, own, reference, at, seed, mismatch) for arm in shown]
 
 
 def _run_rounds(arms: Sequence[_Arm], process: ModelRuns, requested: int | None, seed: int) -> None:
@@ -261,6 +281,7 @@ def _checked(
     rows: Sequence[Row],
     arm: _Arm,
     own: _Arm,
+    reference: _Arm | None,
     kernel_at: Mapping[str, KernelAt],
     seed: int,
     mismatch: str,
@@ -292,7 +313,8 @@ def _checked(
     if mismatch:
         return checked
     try:
-        checked.prediction = predict(capture.census, rows, choose, OWN, *_clocked(own), seed=seed)
+        clocked = _clocked(own, reference)
+        checked.prediction = predict(capture.census, rows, choose, OWN, *clocked, seed=seed)
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
@@ -314,8 +336,8 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
     checked.power_w = median(state.power_w for state in states)
     if arm.inside is not None and own.inside is not None:
         inside, own_inside = arm.inside.times, own.inside.times
-        checked.attention_seconds = _per_forward(inside.attention, inside)
-        checked.own_attention_seconds = _per_forward(own_inside.attention, own_inside)
+        checked.attention_seconds = _attention(arm)
+        checked.own_attention_seconds = _attention(own)
         own_launch = _per_forward(own_inside.launch, own_inside)
         checked.more_launch_seconds = {
             span: seconds - own_launch[span]
@@ -326,14 +348,16 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
     own_seconds = own.seconds()
     for span, seconds in arm.seconds().items():
         tokens = last.times.tokens.get(span)
-        speedup = None
+        speedup, typical = None, statistics.median(seconds)
         if arm is not own and span in own_seconds:
             # A kernel's runs are compared with the adjacent baseline runs, not with all of them.
             speedup = paired_speedup([own_seconds[span][at] for at in arm.paired_with], seconds)
+            typical = statistics.median(own_seconds[span]) / speedup.ratio
         checked.measured[span] = MeasuredSpan(
             summarize([1000 * each for each in seconds]),
             speedup,
-            None if tokens is None else tokens / statistics.median(seconds),
+            None if tokens is None else tokens / typical,
+            typical,
         )
 
 
@@ -346,6 +370,11 @@ def _per_forward(seconds: Mapping[str, float], times: RunTimes) -> dict[str, flo
     }
 
 
+def _attention(arm: _Arm) -> dict[str, float]:
+    """Return the time of all attention calls per forward of each phase, and in a run as `RUN`."""
+    return {} if arm.inside is None else _per_forward(arm.inside.times.attention, arm.inside.times)
+
+
 def _busy_seconds(arm: _Arm) -> dict[str, float]:
     """Return the GPU's busy time per forward of each phase; empty on a CPU."""
     if arm.inside is None or arm.inside.peak_bytes is None:
@@ -353,13 +382,46 @@ def _busy_seconds(arm: _Arm) -> dict[str, float]:
     return {phase: statistics.fmean(each) for phase, each in arm.inside.times.forwards.items()}
 
 
-def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
-    """Return the baseline's times for the run and for every phase, as predictions need them."""
+def _clocked(own: _Arm, reference: _Arm | None) -> tuple[Clocked, dict[str, Clocked]]:
+    """Return the baseline's times for the run and for every phase, as predictions need them.
+
+    Args:
+        reference: runs with the model's own kernel swapped in, if there are any.
+    """
+    ratios: dict[str, tuple[float, ...]] = {}
     own_seconds, busy = own.seconds(), _busy_seconds(own)
-    run, times = Clocked(tuple(own_seconds.pop(RUN))), own.runs[0].times
+    if reference is not None and reference.failure is None:
+        ratios = {
+            span: tuple(
+                each / own_seconds[span][at]
+                for each, at in zip(seconds, reference.paired_with, strict=True)
+            )
+            for span, seconds in reference.seconds().items()
+            if span in own_seconds
+        }
+    attention, longer = _attention(own), dict[str, float]()
+    if reference is not None and reference.inside is not None:
+        of_own, attention = attention, _attention(reference)
+        if reference.variant.kernel != OWN:
+            longer = {span: attention[span] - of_own[span] for span in attention if span in of_own}
+    host = {} if own.drained is None else own.drained.times.host
+    run = Clocked(
+        tuple(own_seconds.pop(RUN)),
+        attention_seconds=attention.get(RUN),
+        stand_in_seconds=longer.get(RUN, 0.0),
+        swap_ratios=ratios.get(RUN, ()),
+    )
+    times = own.runs[0].times
     return run, {
         phase: Clocked(
-            tuple(seconds), len(times.forwards[phase]), times.tokens.get(phase), busy.get(phase)
+            tuple(seconds),
+            len(times.forwards[phase]),
+            times.tokens.get(phase),
+            busy.get(phase),
+            statistics.median(host[phase]) if phase in host else None,
+            attention.get(phase),
+            longer.get(phase, 0.0),
+            ratios.get(phase, ()),
         )
         for phase, seconds in own_seconds.items()
     }

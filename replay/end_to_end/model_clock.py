@@ -2,14 +2,20 @@
 
 To keep the overhead small, only the modules that perform the model's steps have hooks, two per
 forward. A compiled module is timed outside its graph, because hooks would become part of it. On
-CUDA, a forward's time is the time between two events on its stream, including waits for the host;
-on a CPU it is wall time.
+CUDA, a forward's time is the time between two events on its stream, including waits for the host.
+On a CPU it is wall time without the time that a thread waited for a processor
+(`replay.timing.thread_times`), which other programs took; the rest of the model and every kernel
+would lose a different share of it.
 
 A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
 forward also waits at its first attention call until the host has enqueued the remaining kernels, so
 that the forward's time without that wait is nearly the GPU's busy time. An earlier wait would fail:
 before its first layer, a model may read from the GPU whether a mask is needed, which would use up
 the wait before any kernel is enqueued.
+
+The host's time for a forward is measured in a run that is drained: the host waits for the GPU
+before each forward and each attention call, and these waits are not counted. The driver's queue of
+launches, which blocks the host when it is full, then holds one layer's launches at most.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from replay.patch.wrapped_forward import (
     is_compiled_in_place,
     wrapped_outside,
 )
+from replay.timing.thread_times import ThreadTime, ThreadTimes, longest_wait_ns
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""
@@ -40,13 +47,16 @@ OUTSIDE = ""
 LONGEST_WAIT = 0.25
 """Maximum seconds that a forward waits for the host: the time to enqueue about 10,000 kernels."""
 
+EMPTY_CALLS = 51
+"""Number of calls that measure the time that timing a call takes."""
+
 
 @dataclass
 class RunTimes:
     """Times of one run, in seconds."""
 
     run: float = 0.0
-    """Wall time from the start to the last result."""
+    """Time from the start to the last result, without `waited`."""
     forwards: dict[str, list[float]] = field(default_factory=dict)
     """Time of each forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
     tokens: dict[str, int] = field(default_factory=dict)
@@ -55,6 +65,17 @@ class RunTimes:
     """Total time of all attention calls, by phase and `OUTSIDE`, if timed."""
     launch: dict[str, float] = field(default_factory=dict)
     """Host time of all attention calls, by phase; CUDA only (elsewhere it is `attention`)."""
+    host: dict[str, list[float]] = field(default_factory=dict)
+    """Host time of each forward, by phase, if the run was drained."""
+    waited: float = 0.0
+    """Time that the run's threads waited for a processor; 0 on a GPU."""
+
+
+class _Moment(NamedTuple):
+    """Point in time of a CPU's run."""
+
+    seconds: float
+    threads: dict[int, ThreadTime]
 
 
 class _Begun(NamedTuple):
@@ -62,6 +83,7 @@ class _Begun(NamedTuple):
     phase: str
     start: Any
     """Time of the start; None for the forward inside a compiled module's call."""
+    host_start: float
 
 
 class _Inside(threading.local):
@@ -71,6 +93,7 @@ class _Inside(threading.local):
         self.begun: list[_Begun] = []
         self.wait: float | None = None
         self.waited: list[tuple[Any, Any]] = []
+        self.drained = 0.0
 
 
 class Clock:
@@ -96,19 +119,25 @@ class Clock:
         self._alive = alive
         self._inside = _Inside()
         self._calls: list[tuple[str, Any, Any, float]] = []
+        self._drains = False
+        self._threads = ThreadTimes()
 
     @contextlib.contextmanager
-    def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
+    def running(
+        self, waits: Mapping[str, float] | None = None, *, drains: bool = False
+    ) -> Iterator[RunTimes]:
         """Time the `with` block; the times are complete at its end.
 
         Args:
             waits: on CUDA, seconds by phase that a forward waits at its first attention call,
                 excluded from its time; at least as long as the host needs to enqueue the forward.
+            drains: measure the host's time, which changes the other times.
         """
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
         counts = dict.fromkeys(self._modules, 0)
         self._inside, self._calls = _Inside(), []
+        self._drains = drains
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inside = self._inside
@@ -123,12 +152,20 @@ class Clock:
                 times.tokens[phase] = tokens.numel()
             inside.wait = waits.get(phase) if self._on_gpu and waits else None
             inside.waited = []
-            inside.begun.append(_Begun(module, phase, self._now()))
+            if drains:
+                self._synchronize()
+                inside.drained = 0.0
+            inside.begun.append(_Begun(module, phase, self._now(), time.perf_counter()))
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            begun = self._inside.begun.pop()
-            if begun.start is not None:
-                marks.append((begun.phase, begun.start, self._now(), self._inside.waited))
+            inside = self._inside
+            begun = inside.begun.pop()
+            if begun.start is None:
+                return
+            marks.append((begun.phase, begun.start, self._now(), inside.waited))
+            if drains:
+                host = time.perf_counter() - begun.host_start - inside.drained
+                times.host.setdefault(begun.phase, []).append(host)
 
         def timing(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(forward)
@@ -154,17 +191,22 @@ class Clock:
                 hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             # Earlier work must not count as part of the run.
             self._synchronize()
-            start = time.perf_counter()
+            self._threads.follow()
+            start = self._moment()
             yield times
             self._synchronize()
-            times.run = time.perf_counter() - start
+            end = self._moment()
+        times.run = self._undisturbed(start, end)
+        times.waited = end.seconds - start.seconds - times.run
         # Events are read after the run, because reading one earlier would wait for the GPU.
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
             times.forwards.setdefault(phase, []).append(seconds)
         launches: dict[str, list[float]] = {}
-        for phase, begin, end, host in self._calls:
-            times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
+        calls, overhead = self._calls, self._overhead()
+        for phase, begin, end, host in calls:
+            seconds = self._between(begin, end) - overhead
+            times.attention[phase] = times.attention.get(phase, 0.0) + seconds
             launches.setdefault(phase, []).append(host)
         # The median is used, because a call that synchronises includes the forward's wait.
         if self._on_gpu:
@@ -175,6 +217,10 @@ class Clock:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Time an attention call."""
+        if self._drains:
+            entered = time.perf_counter()
+            self._synchronize()
+            self._inside.drained += time.perf_counter() - entered
         start, inside = self._now(), self._inside
         if inside.wait is not None:
             with torch.cuda.device(self._device):
@@ -186,19 +232,41 @@ class Clock:
         host_start = time.perf_counter()
         yield
         host = time.perf_counter() - host_start
-        phase = inside.begun[-1].phase if inside.begun else OUTSIDE
-        self._calls.append((phase, start, self._now(), host))
+        self._calls.append((self._phase(), start, self._now(), host))
+
+    def _overhead(self) -> float:
+        """Return the time that a timed call takes without a kernel; 0 on a GPU, by its events."""
+        if self._on_gpu or not self._calls:
+            return 0.0
+        self._calls = []
+        for _ in range(EMPTY_CALLS):
+            with self.call():
+                pass
+        return statistics.median(self._between(begin, end) for _, begin, end, _ in self._calls)
+
+    def _phase(self) -> str:
+        return self._inside.begun[-1].phase if self._inside.begun else OUTSIDE
 
     def _now(self) -> Any:
         if not self._on_gpu:
-            return time.perf_counter()
+            return self._moment()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _between(self, begin: Any, end: Any) -> float:
         """Return the seconds between two marks."""
-        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
+        if self._on_gpu:
+            return float(begin.elapsed_time(end) / 1000)
+        return self._undisturbed(begin, end)
+
+    def _moment(self) -> _Moment:
+        return _Moment(time.perf_counter(), {} if self._on_gpu else self._threads.read())
+
+    @staticmethod
+    def _undisturbed(begin: _Moment, end: _Moment) -> float:
+        wall = end.seconds - begin.seconds
+        return max(wall - longest_wait_ns(begin.threads, end.threads) / 1e9, 0.0)
 
     def _synchronize(self) -> None:
         if self._on_gpu:

@@ -136,6 +136,7 @@ class ModelRuns(ABC):
         text: str | None = None,
         save: tuple[Path, str] | None = None,
         waits: Mapping[str, float] | None = None,
+        drains: bool = False,
     ) -> ModelRun:
         """Run the model once.
 
@@ -147,6 +148,7 @@ class ModelRuns(ABC):
             waits: seconds by phase that the host needs for a forward. With this argument, every
                 attention call is timed; `replay.end_to_end.model_clock` explains how this
                 changes the other times.
+            drains: measure the host's time for each forward (`RunTimes.host`), on a GPU.
         """
         request = {
             "step": "run",
@@ -159,6 +161,7 @@ class ModelRuns(ABC):
             "text": text,
             "save": None if save is None else [str(save[0].resolve()), save[1]],
             "waits": None if waits is None else dict(waits),
+            "drains": drains,
         }
 
         def read(answer: dict[str, Any]) -> ModelRun:

@@ -88,10 +88,11 @@ def _run(runnable: Any, request: dict[str, Any], say: Say) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     clock = Clock(_main_roots(runnable), device, lambda: say(at=name))
-    looks_inside = request["waits"] is not None
+    waits, drains = request["waits"], request["drains"]
+    looks_inside = waits is not None or drains
     around: Around = clock.call if looks_inside else contextlib.nullcontext
     with _swapped(request, runnable, around) as swap:
-        with clock.running(request["waits"]) as times:
+        with clock.running(waits, drains=drains) as times:
             result = runnable.run()
         state = read_gpu_state(device)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None

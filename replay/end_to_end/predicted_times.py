@@ -31,10 +31,22 @@ class Clocked:
     """Tokens that one forward reads (prefill) or generates (decode), over the batch."""
     busy_seconds: float | None = None
     """GPU busy time per forward; None on a CPU, which launches nothing."""
+    host_seconds: float | None = None
+    """Host time to enqueue a forward, however long the GPU takes, with the model's own kernel
+    swapped in if that was run; None on a CPU."""
+    attention_seconds: float | None = None
+    """Time of all attention calls in the model, per forward, with the model's own kernel swapped in
+    if that was run; None if they were not timed."""
+    stand_in_seconds: float = 0.0
+    """Time of all attention calls with the kernel that stands for the model's own attention, less
+    that of the model's own attention, per forward; 0 if they are the same, or not measured."""
+    swap_ratios: tuple[float, ...] = ()
+    """Time with the model's own kernel swapped in like any other kernel / in the adjacent run with
+    the model's own attention, by round; empty if not run."""
 
     @property
     def waiting_seconds(self) -> float:
-        """Time that the GPU waits for the host in one forward; 0 if it is not launch-bound."""
+        """Time that the GPU waits for the host in one forward, for reports; 0 if it is short."""
         if self.busy_seconds is None:
             return 0.0
         seconds = percentile(self.seconds, 50)
@@ -120,6 +132,9 @@ class PredictedTime:
     faster."""
     swapped_seconds: float | None
     """Σ count · t_old over the calls that the kernel handles."""
+    swap_seconds: float
+    """Time that swapping a kernel in takes, apart from the kernel's own; 0 if it was not
+    measured."""
     calls: Calls
     """Calls per run, even if the other figures describe a phase."""
     fallbacks: dict[str, int] = field(default_factory=dict)

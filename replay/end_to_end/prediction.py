@@ -1,24 +1,42 @@
 """Predict a model's time with another kernel from the replay and the census.
 
-    T_new = T_old − Σ count · (t_old − t_new)
+    T_new = T_swapped − Σ count · (t_old − t_new) + Σ count · (lost_new − lost_old)
 
-T_old is the model's measured time, count comes from the census, and t_old and t_new are the median
-drop-in times of baseline and kernel on the replayed calls that represent the counted ones
+T_swapped is the model's time with its own kernel swapped in like any other kernel, so that it
+includes the cost of swapping: T_old, the time with the model's own attention, times the median
+ratio of adjacent runs. count comes from the census, and t_old and t_new are the median drop-in
+times of baseline and kernel on the replayed calls that represent the counted ones
 (`replay.plan.call_matching`). A call that the kernel does not support falls back to the model's own
 attention and costs t_old. A call that no replayed call represents also costs t_old, and is
 reported.
 
-On a GPU, t_old and t_new are times of its own work. If the busy time of a forward shows that it is
-launch-bound, the GPU spends the saved time waiting for the host. The relevant figure is then the
-host time to launch the call and the following kernels of its layer (`layer_host_ms` of the rows):
+A call loses time on a CPU, where the model's other work empties the caches and a repeated call
+finds them full. With the pace c, the time of the model's own kernel, swapped in, / its time in the
+replay, lost_old = (c − 1) · t_old and lost_new = (c − 1) · min(t_new, 4 · t_old): a longer call
+loses more, but a very long one fills the caches itself. Kernels differ, so the interval covers
+lost_new from a quarter to 1.75 times of this. With unrecorded calls c is unknown, and taken as 1.
+On a GPU, the replay empties the cache.
 
-    T_new = max(T_old + Σ count · (host_new − host_old), busy_old − Σ count · (t_old − t_new))
+On a GPU, t_old and t_new are times of its own work, `busy` is the work of a forward, and the host
+enqueues it in the time `host`, which includes the cost of swapping. The forward takes the longer of
+both, as in a roofline of two resources (Williams et al. 2009), which holds for layers that are
+alike. The rest of T_swapped stays the same:
+
+    T_new = T_swapped − max(busy_old, host_old) + max(busy_new, host_new)
+    busy_new = busy_old − Σ count · (t_old − t_new)
+    host_new = host_old + Σ count · (layer_new − layer_old)
+
+`layer` is the host's time to launch the call and the following kernels of its layer
+(`layer_host_ms` of the rows). A kernel that is slow to launch can therefore make a model wait for
+the host that did not wait before.
 
 The interval (95 %, percentile bootstrap) covers the scatter of its inputs: the rounds of the
 replay, resampled for each replayed call, with the same rounds for both kernels if they were timed
 together; and the rounds of T_old. A replayed call that represents many counted calls shifts their
-times together. The interval does not cover effects that the replay cannot measure: calls that were
-not replayed, layers whose cost differs from that of the layer replayed in their place, and
+times together. Calls that no replayed call represents take the rest u of the attention that was
+timed in the model; the interval is wide enough for u · r instead of u, for r = 1 and every ratio
+r = t_new / t_old of the kernel's replayed calls. The interval does not cover effects that the
+replay cannot measure: layers whose cost differs from that of the layer replayed in their place, and
 differences between replay and model (caches, clocks, launches that do or do not overlap with other
 work). A measurement outside the interval means that one of these effects matters; `Clues` helps to
 identify that effect.
@@ -31,6 +49,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replay.end_to_end.cost_model import CallTotals, CostModel, resampled
@@ -99,7 +118,6 @@ def predict(
             did not choose a kernel itself (`CallFacts.pinned`).
         run: one full run with the model's own attention.
         phases: one forward of each measured phase with the model's own attention.
-        seed: seed of the bootstrap.
 
     Raises:
         CensusError: the census is empty.
@@ -113,12 +131,28 @@ def predict(
     if not calls:
         raise ValueError(f"{plain} was timed on none of the replayed calls")
     chosen = [part for each in match(census, calls) for part in _divided(each, kernel_at)]
+    by_phase = {phase: [each for each in chosen if each[0].phase == phase] for phase in phases}
     cost_model = CostModel(replayed, seed, phases)
-    predicted = {}
-    for phase, clocked in phases.items():
-        of_phase = [each for each in chosen if each[0].phase == phase]
-        predicted[phase] = _span(phase, clocked, of_phase, cost_model)
+    cost_model = replace(cost_model, pace=_pace(by_phase, cost_model))
+    predicted = {
+        phase: _span(phase, phases[phase], of_phase, cost_model)
+        for phase, of_phase in by_phase.items()
+    }
     return Prediction(_span(RUN, run, chosen, cost_model), predicted)
+
+
+def _pace(
+    by_phase: Mapping[str, Sequence[tuple[Counted, KernelId]]], cost_model: CostModel
+) -> dict[str, float]:
+    """Return the pace of each phase on a CPU whose calls are all represented (`CostModel.pace`)."""
+    pace = {}
+    for phase, chosen in by_phase.items():
+        clocked, tally = cost_model.phases[phase], CallTotals(chosen, cost_model)
+        replayed = cost_model.attention_seconds(tally.represented) / clocked.forwards
+        on_cpu = clocked.busy_seconds is None
+        if on_cpu and clocked.attention_seconds and replayed and not tally.not_recorded:
+            pace[phase] = clocked.attention_seconds / replayed
+    return pace
 
 
 def _span(
@@ -128,7 +162,12 @@ def _span(
     forwards, reason = clocked.forwards, tally.reason
     old_median = percentile(clocked.seconds, 50)
     old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
-    old = _interval(old_median, old_resampled)
+    old = _interval(old_median, old_resampled, old_resampled)
+    swapped_median, swapped_resampled = old_median, old_resampled
+    if clocked.swap_ratios:
+        swapped_median *= percentile(clocked.swap_ratios, 50)
+        name = f"{cost_model.seed} {phase} swapped"
+        swapped_resampled = old_resampled * resampled(clocked.swap_ratios, name)
     attention = cost_model.attention_seconds(tally.represented) / forwards
     saved = swapped = new = speedup = None
     # One unusable row makes the whole span unpredictable, because no other row times its calls.
@@ -136,11 +175,22 @@ def _span(
         saved = cost_model.saved_seconds(tally.swapped)[0] / forwards
         swapped = cost_model.swapped_seconds(tally.swapped) / forwards
         gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
-        new_median = old_median - gained / forwards
-        new_resampled = old_resampled - gained_resampled / forwards
+        # Calls that no kernel handles have the model's own attention, not its stand-in.
+        handled = swapped / attention if attention else 1.0
+        own_seconds = clocked.stand_in_seconds * (1 - handled)
+        new_median = swapped_median - own_seconds - gained / forwards
+        new_resampled = swapped_resampled - own_seconds - gained_resampled / forwards
         if min(new_median, float(new_resampled.min())) > 0:
-            new = _interval(new_median, new_resampled)
-            speedup = _interval(old_median / new_median, old_resampled / new_resampled)
+            ratios = [1.0, *cost_model.ratios(tally.kernels_not_recorded)]
+            unknown = max((clocked.attention_seconds or 0.0) - attention, 0.0)
+            # The model gains at most as much as its fastest call.
+            fastest = torch.maximum(
+                new_resampled - unknown * (1 - min(ratios)), new_resampled * min(ratios)
+            )
+            slowest = new_resampled + unknown * (max(ratios) - 1)
+            new = _interval(new_median, fastest, slowest)
+            gains = (old_resampled / slowest, old_resampled / fastest)
+            speedup = _interval(old_median / new_median, *gains)
         else:
             # The replay is slower than the model, for example because of colder caches.
             reason = "the predicted saving exceeds the model's time"
@@ -157,6 +207,7 @@ def _span(
         waiting_share=cost_model.waiting_seconds(phase) / forwards / old_median,
         saved_seconds=saved,
         swapped_seconds=swapped,
+        swap_seconds=swapped_median - old_median,
         calls=tally.calls,
         fallbacks=dict(tally.fallbacks),
         fallback_seconds={
@@ -169,9 +220,8 @@ def _span(
     )
 
 
-def _interval(value: float, resampled: Tensor) -> Estimate:
-    figures = resampled.tolist()
-    return Estimate(value, percentile(figures, 2.5), percentile(figures, 97.5))
+def _interval(value: float, lower: Tensor, upper: Tensor) -> Estimate:
+    return Estimate(value, percentile(lower.tolist(), 2.5), percentile(upper.tolist(), 97.5))
 
 
 def _rate(tokens: int | None, seconds: Estimate | None) -> Estimate | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
-from replay.end_to_end.predicted_times import LAUNCH_BOUND, NOTABLE, RUN, PredictedTime
+from replay.end_to_end.predicted_times import NOTABLE, RUN, PredictedTime
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -85,14 +85,7 @@ def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> Itera
 def _waits(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
     """Report a GPU that waits for the host."""
     if not predicted.waiting_share:
-        busy, seconds = checked.busy_seconds.get(span), checked.measured[span].ms.p50 / 1000
-        if busy is None or seconds - busy < LAUNCH_BOUND * seconds:
-            return []
-        share = 100 * (1 - busy / seconds)
-        return [
-            f"the GPU waits for the host {share:.0f} % of the time with this kernel but hardly "
-            "without it: the prediction does not include its launches"
-        ]
+        return []
     more = predicted.clues.more_layer_launch_seconds
     costs = (
         ""
@@ -116,7 +109,7 @@ def _attention(checked: ModelResult, predicted: PredictedTime, span: str) -> lis
     assert predicted.new_seconds is not None
     unlike = (before - after) - predicted.saved_seconds
     if abs(unlike) < NOTABLE * predicted.new_seconds.value:
-        rest = checked.measured[span].ms.p50 / 1000 - after
+        rest = checked.measured[span].seconds - after
         return [
             f"attention is not the cause: it changed by {in_ms(after - before, '+')} in the model "
             f"and by {in_ms(-predicted.saved_seconds, '+')} in the replay; the rest of the "

@@ -10,7 +10,8 @@ The following terms are added:
     + a_refused · (1 − 1 / s)       for refused calls, which stay as they are
     + preparation                   for layout changes and quantisation before the core
     + saved − gained                for savings during which the GPU waits for the host anyway,
-                                    and for more expensive launches
+                                    and for more expensive launches; on a CPU, for cold caches
+    + swap                          for swapping the kernel in: its choice, checks and counts
 
 The sum is the prediction (`replay.end_to_end.prediction`). Two more terms lead to the measured
 time:
@@ -46,6 +47,7 @@ class TimeBreakdown:
     fallbacks: float
     preparation: float
     launches: float
+    swap: float
     less_in_model: float | None
     """Saving in the replay that does not appear in the model; None if attention was not timed in
     the model, or if the host's launches determine the time."""
@@ -64,7 +66,7 @@ class TimeBreakdown:
 
     @property
     def predicted(self) -> float:
-        return self.alone + self.fallbacks + self.preparation + self.launches
+        return self.alone + self.fallbacks + self.preparation + self.launches + self.swap
 
     @property
     def remainder(self) -> float:
@@ -106,16 +108,21 @@ def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
     preparation = predicted.clues.preparation_seconds or 0.0
     speedup = predicted.swapped_seconds / (drop_in - preparation)
     before = predicted.old_seconds.value
-    return TimeBreakdown(
+    launches = (
+        predicted.saved_seconds - (before - predicted.new_seconds.value) - predicted.swap_seconds
+    )
+    found = TimeBreakdown(
         before=before,
         attention=predicted.swapped_seconds + refused,
         core_speedup=speedup,
         fallbacks=refused * (1 - 1 / speedup),
         preparation=preparation,
-        launches=predicted.saved_seconds - (before - predicted.new_seconds.value),
-        less_in_model=_less_in_model(checked, predicted, span),
+        launches=launches,
+        swap=predicted.swap_seconds,
+        less_in_model=_less_in_model(checked, predicted, span, launches),
         speedup=measured.speedup,
     )
+    return found if found.predicted > 0 else "its stored times do not add up"
 
 
 def refusals(predicted: PredictedTime) -> str:
@@ -124,10 +131,13 @@ def refusals(predicted: PredictedTime) -> str:
     return ", ".join(f"{counted(calls, 'call')} a run ({reason})" for reason, calls in ranked)
 
 
-def _less_in_model(checked: ModelResult, predicted: PredictedTime, span: str) -> float | None:
+def _less_in_model(
+    checked: ModelResult, predicted: PredictedTime, span: str, launches: float
+) -> float | None:
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
     if before is None or after is None or predicted.waiting_share:
         return None
     assert predicted.saved_seconds is not None
-    return predicted.saved_seconds - (before - after)
+    foretold = predicted.saved_seconds - (0 if checked.busy_seconds else launches)
+    return foretold - (before - after)

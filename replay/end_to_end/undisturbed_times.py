@@ -47,7 +47,7 @@ def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
 
 def delayed(rounds: Sequence[RunTimes]) -> float:
     """Return the share of the rounds' wall time that `by_round` excludes."""
-    wall = sum(times.run for times in rounds)
+    wall = sum(times.run + times.waited for times in rounds)
     return 1 - sum(by_round(rounds)[RUN]) / wall
 
 

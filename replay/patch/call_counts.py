@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +39,9 @@ class Swap:
 
     kernels: dict[str, CallCounts]
     """Counts by kernel name."""
-    entry_points: dict[str, CallCounts] = field(default_factory=dict)
+    entry_points: defaultdict[str, CallCounts] = field(
+        default_factory=lambda: defaultdict(CallCounts)
+    )
     """Counts of the same calls by entry point, such as `sdpa` or `transformers`."""
     in_graphs: Counter[str] = field(default_factory=Counter)
     """Functions other than SDPA that compiled graphs call directly, counted once per graph."""
@@ -75,9 +77,7 @@ class Swap:
         return counts
 
     def count_length(self, kv_len: int) -> None:
-        """Count a handled call if the plan was not made for its key length."""
-        if not self.planned_lengths:
-            return
+        """Count a handled call if its key length is outside `planned_lengths`."""
         if any(low <= kv_len <= high for low, high in self.planned_lengths):
             return
         low, high = self.other_lengths or (kv_len, kv_len)

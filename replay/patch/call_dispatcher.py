@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from capture.hooks.entry_points.wrapper import FollowedCall
 from capture.hooks.interceptor import Arguments, answer
 from replay.isolation.output_form import malformed
 from replay.kernels.registry import Kernel
-from replay.patch.call_counts import CallCounts, Swap
+from replay.patch.call_counts import Swap
 from replay.patch.custom_op import costs_reshape, laid_out
 from replay.patch.denoising_steps import current_step
 from replay.patch.planned_modules import NOT_PLANNED, key_length
@@ -28,6 +29,8 @@ from replay.plan.key_lengths import kernel_for
 from replay.plan.step_ranges import KernelsByStep
 
 Around = Callable[[], contextlib.AbstractContextManager[object]]
+"""Function that returns a context manager to enter for the kernel, or the model's own attention, of
+each call."""
 
 MOST_FORMS = 1024
 """Maximum number of forms of calls for which the kernel's support is cached."""
@@ -45,6 +48,8 @@ class _CallForm:
 
     refusal: str | None
     """Reason why the kernel cannot run these calls; None if it can."""
+    mask: Callable[[], Tensor | None] = lambda: None
+    """Weak reference to the mask, whose values may matter."""
     output: object = None
     """Shape, strides, dtype and device of the last output that was checked."""
     costs_reshape: bool = False
@@ -58,7 +63,7 @@ class CallDispatcher:
         swap: counts to update.
         kernels: the kernels by name.
         choose: returns the name of a call's kernel, or another text for the model's own attention.
-        around: a context manager to enter for each call.
+        around: a context manager to enter for the kernel of each call.
         thread: the only thread whose calls may have a kernel; by default, all threads.
         by_step: kernels that depend on the step, by the text that `choose` returns for them.
     """
@@ -90,7 +95,7 @@ class CallDispatcher:
         name = self._name(arguments)
         if is_any_enabled():  # a kernel does not cast its inputs under autocast, as SDPA would
             arguments = cast(arguments, autocast_dtype(arguments.query))
-        output, form = self._attend(name, arguments, proceed)
+        output, form = self._run(name, arguments, proceed)
         if form.costs_reshape:
             self._count(name, arguments.entry_point, copies=1)
         return output
@@ -102,7 +107,7 @@ class CallDispatcher:
         def handle(
             arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
         ) -> Tensor:
-            output, is_copy = laid_out(self._attend(name, arguments, proceed)[0], arguments.query)
+            output, is_copy = laid_out(self._run(name, arguments, proceed)[0], arguments.query)
             if is_copy:
                 self._count(name, arguments.entry_point, copies=1)
             return output
@@ -127,7 +132,7 @@ class CallDispatcher:
             with self._counting:
                 self._swap.count_step(step)
             return NOT_PLANNED
-        return kernel_for(key_length(arguments), kernels)
+        return kernel_for(key_length(arguments), kernels) if len(kernels) > 1 else kernels[0][1]
 
     def traced(self, function: str) -> None:
         with self._counting:
@@ -136,26 +141,18 @@ class CallDispatcher:
     def refuse(self, kernel: str, reason: str) -> None:
         self._count(kernel or NOT_PLANNED, "sdpa", fallback=reason)
 
-    def _attend(
-        self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
-    ) -> tuple[Tensor, _CallForm]:
-        """Return the output, and the facts about calls of this form."""
-        if self._around is None:
-            return self._run(name, arguments, proceed)
-        with self._around():
-            return self._run(name, arguments, proceed)
-
     def _run(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, _CallForm]:
+        """Return the output, and the facts about calls of this form."""
         form = self._form(name, arguments)
         refusal = form.refusal
         if refusal is None and isinstance(proceed, FollowedCall):
             refusal = proceed.refusal()
         if refusal is not None:
             self._count(name, arguments.entry_point, fallback=refusal)
-            return proceed(), form
-        output = self._attentions[name](**_keywords(arguments))
+            return self._timed(proceed, {}), form
+        output = self._timed(self._attentions[name], _keywords(arguments))
         output_form: object = None
         if isinstance(output, Tensor):
             output_form = (output.shape, output.stride(), output.dtype, output.device)
@@ -164,11 +161,18 @@ class CallDispatcher:
                 wrong = malformed(output, AttentionCall(**arguments.fields()))
                 raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
             form.output, form.costs_reshape = output_form, costs_reshape(output, arguments.query)
-        self._count(name, arguments.entry_point, hits=1, kv_len=key_length(arguments))
+        self._count_hit(name, arguments)
         return output, form
 
+    def _timed(self, function: Callable[..., Tensor], keywords: dict[str, Any]) -> Tensor:
+        if self._around is None:
+            return function(**keywords)
+        with self._around():
+            return function(**keywords)
+
     def _form(self, name: str, arguments: Arguments) -> _CallForm:
-        """Return the facts about a call; not cached with masks or lengths, whose values matter."""
+        """Return the facts about a call; cached for the same mask, and not with other tensors such
+        as lengths, because their values matter."""
         kernel = self._kernels.get(name)
         if kernel is None:
             return _CallForm(self._swap.outside)
@@ -181,7 +185,7 @@ class CallDispatcher:
             return _CallForm("not four-dimensional")
         if query.requires_grad and torch.is_grad_enabled():
             return _CallForm("gradients are needed")
-        if attn_mask is not None or arguments.features:
+        if arguments.features or (attn_mask is not None and attn_mask.is_inference()):
             return _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
         # The signature is written out for speed, because every call passes here.
         signature = (
@@ -189,38 +193,36 @@ class CallDispatcher:
             *(query.shape, query.stride(), query.dtype),
             *(key.shape, key.stride(), key.dtype),
             *(value.shape, value.stride(), value.dtype),
+            *((id(attn_mask), attn_mask._version) if attn_mask is not None else ()),
         )
         form = self._forms.get(signature)
-        if form is None:
+        # Another mask may have the number of one that is gone.
+        if form is None or (attn_mask is not None and form.mask() is not attn_mask):
             if len(self._forms) >= MOST_FORMS:  # a decoder has a new shape for every token
                 self._forms.clear()
             form = _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
+            if attn_mask is not None:
+                form.mask = weakref.ref(attn_mask)
             self._forms[signature] = form
         return form
 
-    def _count(
-        self,
-        name: str,
-        entry_point: str,
-        *,
-        hits: int = 0,
-        kv_len: int = 0,
-        fallback: str = "",
-        copies: int = 0,
-    ) -> None:
+    def _count_hit(self, name: str, arguments: Arguments) -> None:
         swap = self._swap
         with self._counting:
-            if hits:
-                swap.count_length(kv_len)
-            if entry_point not in swap.entry_points:
-                swap.entry_points[entry_point] = CallCounts()
+            if swap.planned_lengths:
+                swap.count_length(key_length(arguments))
+            swap.entry_points[arguments.entry_point].hits += 1
+            swap.kernels[name].hits += 1
+
+    def _count(self, name: str, entry_point: str, *, fallback: str = "", copies: int = 0) -> None:
+        swap = self._swap
+        with self._counting:
             tallies = [swap.entry_points[entry_point]]
             if name in swap.kernels:
                 tallies.append(swap.kernels[name])
             elif fallback:
                 swap.not_planned += 1
             for tally in tallies:
-                tally.hits += hits
                 tally.layout_copies += copies
                 if fallback:
                     tally.fallbacks[fallback] += 1

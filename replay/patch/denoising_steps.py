@@ -41,13 +41,14 @@ def current_step() -> int:
             "this plan chooses kernels by denoising step, and a CUDA graph repeats those of one "
             "step: capture the graph without the plan, or use a plan without ranges of steps"
         )
-    if _current.step is None:
+    step = _current.step
+    if step is None:
         raise PlanError(
             "the denoising step of an attention call is unknown, because its denoiser was compiled "
             "after the plan was applied, or within another function: compile the denoiser itself, "
             "and do so before applying the plan"
         )
-    return _current.step
+    return step
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -309,7 +310,10 @@ class Plan:
 
         Raises:
             PlanError: the file does not exist, or is not a plan that this version can read.
+            TypeError: `path` is neither a text nor a path.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a plan is a Plan or the path of its file, not {type(path).__name__}")
         try:
             data = parsed(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

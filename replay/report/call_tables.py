@@ -44,7 +44,6 @@ def print_report(
     for group in groups:
         console.print(_group_report(group, metrics, errors_against, compare_stats))
         console.print()
-    _print_not_run(rows, console)
     if len(groups) > 1 or any(len(group.classes) > 1 for group in groups):
         _print_fastest(groups, console)
 
@@ -225,19 +224,6 @@ def _refusals(group: Group) -> list[Text]:
         Text(f"{names}: {sentence}", style="yellow")
         for sentence, names in names_by_sentence(pairs).items()
     ]
-
-
-def _print_not_run(rows: Sequence[Row], console: Console) -> None:
-    """Print the kernels that cannot run on this machine, grouped by reason."""
-    found = names_by_sentence(
-        (str(row.id), row.reason) for row in rows if row.status == "unavailable"
-    )
-    if not found:
-        return
-    console.print(Text("not available here", style="bold"))
-    for reason, names in found.items():
-        console.print(Text(f"  {reason}: ").append(names, "dim"))
-    console.print()
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:

@@ -81,13 +81,20 @@ def _sentences(
             "Preparing its inputs before the core (layout changes, quantisation) "
             f"{_costs(found.preparation)}."
         )
+    more = predicted.clues.more_layer_launch_seconds
     if predicted.waiting_share:
-        more = predicted.clues.more_layer_launch_seconds
         launch = "" if more is None else f" and launching its layers takes {_more(more)}"
         yield (
             f"The GPU waits for the host {_percent(predicted.waiting_share)} of the time{launch}, "
             f"so the host decides, which {_costs(found.launches)}."
         )
+    elif abs(found.launches) > NEGLIGIBLE * before:
+        why = "Caches are colder in the model"
+        if more is not None:  # on a GPU
+            why = f"Launching its layers takes {_more(more)}, so that the GPU waits for the host"
+        yield f"{why}, which {_costs(found.launches)}."
+    if abs(found.swap) > NEGLIGIBLE * before:
+        yield f"Swapping a kernel in (its choice, checks and counts) {_costs(found.swap)}."
     yield (
         f"That predicts {in_ms(found.predicted)} ({before / found.predicted:.2f}×); "
         f"measured: {model_speedup_text(found.speedup)}."

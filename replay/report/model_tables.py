@@ -75,7 +75,7 @@ def _title(span: str, predicted: PredictedTime | None) -> Text:
 
 def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
     measured = own.measured[span]
-    in_seconds = measured.ms.p50 >= 1000
+    in_seconds = measured.seconds >= 1
     has_tokens = measured.tokens_per_second is not None
     headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens]
     table = FittedTable("kernel")
@@ -83,7 +83,7 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
 
     def times(found: MeasuredSpan) -> list[str]:
-        cells = [f"{found.ms.p50 / (1000 if in_seconds else 1):.4g}"]
+        cells = [f"{found.seconds * (1 if in_seconds else 1000):.4g}"]
         return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
 
     table.add_row(Text(own.kernel), *times(measured), "", "", "")

@@ -21,32 +21,44 @@ def print_tables(
     settings: Settings,
     metrics: Sequence[str],
     *,
+    details: bool = False,
     per_call: bool = False,
     versus_random: bool = False,
 ) -> None:
-    """Print the tables of each type of device; compare the types if there are several."""
+    """Print each type of device: its first screen, then its tables if they were requested.
+
+    Several types of devices are compared too.
+
+    Args:
+        details: print the tables of each kind of call.
+        per_call: print tables for each call instead of each kind of call.
+    """
     from rich.console import Console
-    from rich.text import Text
 
     from replay.comparison.device_types import across_devices
     from replay.comparison.row_matching import ComparisonError, Run
     from replay.report.call_tables import print_report
     from replay.report.device_tables import print_matrices
+    from replay.report.matrix_table import print_first_screen
     from replay.report.versus_random import print_versus_random
+    from replay.workloads.synthetic_counterparts import KINDS
 
+    random = {weights for weights, _ in KINDS.values()} if versus_random else set()
     console = Console(highlight=False)
     for machine in machines:
         there = [row for row in rows if len(machines) == 1 or row.machine.device == machine.device]
-        console.print(Text(printable(_heading(there, machine, settings))))
+        recorded = [row for row in there if row.call.weights not in random]
+        print_first_screen(recorded, console, printable(_heading(there, machine, settings)))
         console.print()
-        print_report(
-            there,
-            console,
-            metrics=metrics,
-            errors_against=settings.errors_against,
-            per_call=per_call,
-            compare_stats=settings.compare_stats,
-        )
+        if details:
+            print_report(
+                there,
+                console,
+                metrics=metrics,
+                errors_against=settings.errors_against,
+                per_call=per_call,
+                compare_stats=settings.compare_stats,
+            )
         if versus_random:
             print_versus_random(there, console)
     if len(machines) > 1:

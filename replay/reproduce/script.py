@@ -7,6 +7,7 @@ to no library (`kernel/`).
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import VARIANT_TENSORS
+from capture.storage.standalone import restored
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected
 from replay.kernels.libraries import is_interpreted
@@ -133,6 +135,7 @@ def _script(shown: Shown, constants: dict[str, float], is_copied: bool) -> str:
         body=indent("\n".join(source.lines), "    "),
         dimensions=dimensions,
         in_key=f'    found["value"] = found["key"][..., :{columns}]\n' if columns else "",
+        restored=inspect.getsource(restored),
         verdict=_QUANTISED if outcome.accuracy_class == "quantised" else _EXACT,
     )
 
@@ -216,21 +219,15 @@ def load():
     """The recorded tensors, with the strides that they had in the model."""
     with safe_open(HERE / "{file}", "pt") as file:
         layouts = json.loads(file.metadata()["attention-replay"])["layouts"]
-        found = {{name: restored(file.get_tensor(name), **layouts[name]) for name in layouts}}
+        values = {{name: file.get_tensor(name) for name in layouts}}
+    found = {{name: restored(values[name], DEVICE, **layouts[name]) for name in layouts}}
     for name, dimensions in {dimensions}.items():
         found[name] = found[name][(0,) * (4 - dimensions)]
 {in_key}    found.pop("output", None)
     return found
 
 
-def restored(values, size, stride, order):
-    if order:
-        values = values.permute([order.index(dim) for dim in range(4)])
-    sizes = [1 if step == 0 else length for length, step in zip(size, stride)]
-    last = sum(step * (length - 1) for length, step in zip(sizes, stride))
-    memory = torch.empty(last + 1 if values.numel() else 0, dtype=values.dtype, device=DEVICE)
-    return memory.fill_(1).as_strided(sizes, stride).copy_(values).expand(size)
-
+{restored}
 
 def fails(output, limits):
     """Compare with attention in high precision; print the worst error and where it is."""

@@ -14,25 +14,15 @@ import contextlib
 import os
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 from replay.timing.cores import core_siblings
+from replay.timing.thread_times import TASKS, ThreadTime, ThreadTimes, longest_wait_ns
 
 SHARE = 0.9
 """Minimum share of a call's time in which no thread waits for a processor."""
 
 WAKING_NS = 50_000
 """Longest wait that is ignored, in nanoseconds; a sleeping thread needs some time to start."""
-
-TASKS = Path("/proc/self/task")
-"""Directory of this process's threads."""
-
-
-class _Thread(NamedTuple):
-    ran: int
-    """Nanoseconds on a processor."""
-    waited: int
-    """Nanoseconds in which the thread could have run."""
 
 
 class Interruptions:
@@ -42,47 +32,31 @@ class Interruptions:
     """
 
     def __init__(self, tasks: Path = TASKS) -> None:
-        self._tasks = tasks
-        self._files: dict[int, int] = {}
-        self._before: dict[int, _Thread] = {}
+        self._threads = ThreadTimes(tasks)
+        self._before: dict[int, ThreadTime] = {}
         self._affinities: dict[int, set[int]] = {}
         self._waited_ns = self._total_ns = 0.0
-
-    def __del__(self) -> None:
-        for file in self._files.values():
-            os.close(file)
 
     def begin_sample(self) -> None:
         """Find the threads of this process."""
         self._waited_ns = self._total_ns = 0.0
-        threads = set()
-        with contextlib.suppress(OSError):
-            threads = set(map(int, os.listdir(self._tasks)))
-        for ended in self._files.keys() - threads:
-            os.close(self._files.pop(ended))
-        for started in threads - self._files.keys():
-            with contextlib.suppress(OSError):
-                self._files[started] = os.open(
-                    self._tasks / str(started) / "schedstat", os.O_RDONLY
-                )
+        self._threads.follow()
 
     def begin_call(self) -> None:
         """Read the threads' times, right before a call."""
-        self._before = self._read()
+        self._before = self._threads.read()
 
     def interrupted(self, seconds: float) -> bool:
         """Return True if a thread waited during the call that just took this many seconds."""
-        after, before = self._read(), self._before
-        threads = after.keys() & before.keys()
-        waited = {each: after[each].waited - before[each].waited for each in threads}
-        longest, total = max(waited.values(), default=0), seconds * 1e9
+        after, before = self._threads.read(), self._before
+        longest, total = longest_wait_ns(before, after), seconds * 1e9
         self._waited_ns += min(longest, total)
         self._total_ns += total
         if longest <= max(WAKING_NS, (1 - SHARE) * total):
             return False
         if not self._affinities:
-            ran = {each: after[each].ran - before[each].ran for each in threads}
-            self._spread([each for each in threads if ran[each] + waited[each] > total / 10])
+            active = {each: sum(after[each]) - sum(before[each]) for each in after.keys() & before}
+            self._spread([each for each, ns in active.items() if ns > total / 10])
         return True
 
     def end_sample(self) -> float:
@@ -92,14 +66,6 @@ class Interruptions:
                 os.sched_setaffinity(thread, cpus)
         self._affinities.clear()
         return 1 - self._waited_ns / self._total_ns if self._total_ns else 1.0
-
-    def _read(self) -> dict[int, _Thread]:
-        times = {}
-        for thread, file in self._files.items():
-            with contextlib.suppress(OSError, ValueError):  # the thread has ended
-                ran, waited, _ = os.pread(file, 100, 0).split()
-                times[thread] = _Thread(int(ran), int(waited))
-        return times
 
     def _spread(self, threads: list[int]) -> None:
         """Keep each thread on a processor of its own, on different cores where possible."""

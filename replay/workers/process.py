@@ -59,6 +59,15 @@ ENDING_SECONDS = 10.0
 _hiding = processes.Hiding()
 """Closes this process to others while it has a child."""
 
+KEEPING_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+"""Environment variables that make glibc keep freed memory. Otherwise an intermediate result of a
+kernel, such as a matrix of scores, is in new pages at each call or at none, by the process, which
+changes the kernel's time on a CPU by up to a factor of two (`docs/method.md`)."""
+
 IN_A_WORKER = "ATTENTION_REPLAY_WORKER"
 """Environment variable that marks workers, which must not start workers themselves."""
 
@@ -308,6 +317,7 @@ class Process:
                 # The child must write its output and the traceback of a crash before it ends.
                 env={
                     "TRITON_CACHE_DIR": _triton_cache(),
+                    **KEEPING_MEMORY,
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONFAULTHANDLER": "1",

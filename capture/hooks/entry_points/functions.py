@@ -10,13 +10,28 @@ import contextlib
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from capture.hooks.interceptor import swap_references
 
-_replacements = itertools.count()
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _OtherCode(NamedTuple):
+    original: types.FunctionType
+    """Copy of the function with the code that is replaced."""
+    name: str
+    """Global of the function's module that the new code calls."""
+    code: types.CodeType
+
+
+_names = itertools.count()
+_codes: weakref.WeakKeyDictionary[types.FunctionType, dict[types.CodeType, _OtherCode]]
+_codes = weakref.WeakKeyDictionary()
+"""New code of each function, by the code that it replaces. It is made once, because `torch.compile`
+compiles a caller of the function again for every code object that it has not seen."""
 
 
 @contextlib.contextmanager
@@ -37,16 +52,14 @@ def replaced(function: Callable[..., Any], wrap: Wrap) -> Iterator[None]:
 @contextlib.contextmanager
 def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
     code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
-    original = types.FunctionType(
-        code, function.__globals__, function.__name__, defaults, function.__closure__
-    )
-    original.__kwdefaults__ = keywords
-    original.__qualname__, original.__module__ = function.__qualname__, function.__module__
-    # The new code finds the wrapper as a global of the function's module, by a unique name.
-    name = f"__attention_replay_{next(_replacements)}__"
+    known = _codes.setdefault(function, {})
+    if code not in known:
+        known[code] = _replacing(function)
+    original, name, other = known[code]
+    original.__defaults__, original.__kwdefaults__ = defaults, keywords
     function.__globals__[name] = wrap(original)
     function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = _calling(name, code.co_freevars)
+    function.__code__ = other
     _forget_signature(function)
     try:
         yield
@@ -55,6 +68,15 @@ def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
         function.__defaults__, function.__kwdefaults__ = defaults, keywords
         _forget_signature(function)
         del function.__globals__[name]
+
+
+def _replacing(function: types.FunctionType) -> _OtherCode:
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
+    original.__qualname__, original.__module__ = function.__qualname__, function.__module__
+    name = f"__attention_replay_{next(_names)}__"
+    return _OtherCode(original, name, _calling(name, function.__code__.co_freevars))
 
 
 def _forget_signature(function: types.FunctionType) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
-from replay.report.groups import Group, joined, place, told_apart
+from replay.report.groups import Group, place
+from replay.report.html.error_bounds import as_error, noise_floor, tolerance
+from replay.report.html.matrix_section import short_names
 from replay.report.pooled import pooled_speedup, typical_time, worst
 from replay.report.ranking import is_correct
 from replay.rows.fields import COLUMNS, FIELDS, leaf
@@ -38,7 +40,9 @@ FACTS = (
     "call.module",
     "call.step",
     "call.dtype",
+    "call.call_index",
     "reason",
+    "speedup.verdict",
     "roof.tflops",
     "roof.gb_per_s",
 )
@@ -53,6 +57,13 @@ LEAST = 1e-9
 FIRST_LEVEL = "0"
 """Character for the lowest error level; each higher level uses the next character."""
 NOT_FINITE = "~"
+
+
+class Bounds(NamedTuple):
+    """Bounds that a row's error is drawn against; None if unknown."""
+
+    noise: float | None
+    tolerance: float | None
 
 
 def page_data(
@@ -80,11 +91,12 @@ def page_data(
     trees = [row_to_json(_without_series(row)) for _, row in members]
     meanings = {field.path: field.meaning for field in FIELDS}
     metric = "relative_l1" if budget is None else budget.metric
+    bounds, of_l1 = _bounds(groups, metric), _bounds(groups, "relative_l1")
     return {
-        "groups": _groups(groups),
+        "groups": _groups(groups, bounds),
         "pooled": [each for at, group in enumerate(groups) for each in _pooled(at, group, metric)],
         "metric": metric,
-        "budget": budget and {"text": str(budget), "limit": _error(budget.limit, metric)},
+        "budget": budget and {"text": str(budget), "limit": as_error(budget.limit, metric)},
         "columns": {
             path: {
                 "heading": heading,
@@ -100,17 +112,16 @@ def page_data(
             "place": [place(row.call) for _, row in members],
             "shape": [str(row.call.shape) for _, row in members],
             "flags": ["; ".join(row.flags) for _, row in members],
+            "noise": [_short(bounds[id(row)].noise) for _, row in members],
+            "tolerance": [_short(bounds[id(row)].tolerance) for _, row in members],
+            "l1_tolerance": [_short(of_l1[id(row)].tolerance) for _, row in members],
         },
         "fields": [_field(row) for _, row in members],
         "levels": {"decade": DECADE, "least": LEAST, "first": FIRST_LEVEL, "nan": NOT_FINITE},
     }
 
 
-def _groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    short = [
-        joined(each.model, each.phase, each.shape, each.dtype, each.mask, each.place)
-        for each in groups
-    ]
+def _groups(groups: Sequence[Group], bounds: dict[int, Bounds]) -> list[dict[str, Any]]:
     return [
         {
             "title": group.title,
@@ -119,8 +130,30 @@ def _groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "phase": group.calls[0].phase,
             "baseline": group.baseline,
         }
-        for group, name in zip(groups, told_apart(groups, short), strict=True)
+        | _largest(group, bounds)
+        for group, name in zip(groups, short_names(groups), strict=True)
     ]
+
+
+def _bounds(groups: Sequence[Group], metric: str) -> dict[int, Bounds]:
+    """Return the bounds of each row, by its identity."""
+    found = {}
+    for group in groups:
+        own = {row.call.name: row for row in group.rows.get(KernelId(group.baseline), ())}
+        for row in (row for rows in group.rows.values() for row in rows):
+            noise = noise_floor(row, own.get(row.call.name), metric)
+            found[id(row)] = Bounds(noise, tolerance(row, noise, metric))
+    return found
+
+
+def _largest(group: Group, bounds: dict[int, Bounds]) -> dict[str, float | None]:
+    """Return the largest bounds over the rows of the group's exact kernels."""
+    exact = [rows for name, rows in group.rows.items() if group.class_of(name) == "exact"]
+    found = [bounds[id(row)] for rows in exact for row in rows]
+    return {
+        name: _short(max((value for each in found if (value := getattr(each, name))), default=None))
+        for name in Bounds._fields
+    }
 
 
 def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
@@ -136,25 +169,25 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
         )
         speedup = None if kernel == KernelId(group.baseline) else pooled_speedup(group, kernel)
         correct = is_correct(group, kernel)
+        own = typical_time(group.rows.get(KernelId(group.baseline, kernel.environment), ()))
+        # A wrong kernel has no speed-up; the ratio of the medians is where it is drawn.
+        drawn = own.p50 / time.p50 if not (correct or speedup) and own and time else None
         yield {
             "group": at,
             "kernel": str(kernel),
             "class": group.class_of(kernel),
             "correct": correct,
             "status": next((row.status for row in rows if not row.is_correct), rows[0].status),
-            "error": None if found is None else _short(_error(found[0], metric)),
+            "error": None if found is None else _short(as_error(found[0], metric)),
             "p10": time and _short(time.p10),
             "p50": time and _short(time.p50),
             "p90": time and _short(time.p90),
-            "ratio": 1.0 if kernel.name == group.baseline else speedup and _short(speedup.ratio),
+            "ratio": 1.0
+            if kernel.name == group.baseline
+            else _short(speedup.ratio if speedup else drawn),
             "low": speedup and _short(speedup.low),
             "high": speedup and _short(speedup.high),
         }
-
-
-def _error(figure: float, metric: str) -> float:
-    """Return a figure as an error whose best value is 0; a cosine becomes its distance from 1."""
-    return max(1 - figure, 0.0) if metric == "cosine" else figure
 
 
 def _short(value: Any) -> Any:

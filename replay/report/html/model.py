@@ -14,8 +14,8 @@ Check = Mapping[str, Any]
 
 
 def answers(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield, for each span of one model, a sentence on the fastest kernel and its output."""
-    for span in _spans(checks):
+    """Yield a sentence on the fastest kernel and its output, for the whole run, then its parts."""
+    for span in sorted(_spans(checks), key=lambda span: span != RUN):
         timed = [each for each in checks if each["status"] == "ok" and _speedup(each, span)]
         if not timed:
             continue
@@ -39,7 +39,7 @@ def model_data(checks: Sequence[Check]) -> dict[str, Any]:
             {
                 "span": SPANS.get(span, span),
                 "kernel": each["kernel"],
-                "ms": each["measured"][span]["ms"]["p50"],
+                "ms": 1000 * each["measured"][span]["seconds"],
                 "measured": _speedup(each, span),
                 "predicted": _predicted(each, span),
             }

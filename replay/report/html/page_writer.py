@@ -19,18 +19,21 @@ from attention_replay.errors import Error
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.plan.plan import Budget
-from replay.report.groups import Group, group_rows, names_by_sentence
+from replay.report.answer import answer
+from replay.report.groups import Group, names_by_sentence
 from replay.report.html import chart_library as library
 from replay.report.html import model
 from replay.report.html.data import page_data
+from replay.report.html.foot import foot
+from replay.report.html.matrix_section import matrix_table
 from replay.report.html.outputs import saved_outputs
-from replay.report.ranking import details, fastest
+from replay.report.matrix import matrix
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row
 from replay.rows.row_files import plain
 
-MOST_ANSWERS = 12
-"""Maximum number of kinds of calls that have their own sentence at the top."""
+SCRIPTS = ("drawing.js", "call_charts.js", "model_charts.js", "rows_table.js", "page.js")
+"""Files of the page's script, in the order of their use."""
 
 
 class ReportError(Error):
@@ -45,6 +48,7 @@ def write_html(
     outputs: Path | None = None,
     budget: Budget | None = None,
     summary: str = "",
+    command: str = "",
 ) -> None:
     """Write one HTML file that shows the results of a replay.
 
@@ -54,13 +58,15 @@ def write_html(
         budget: error limit to draw in the error charts, which use the limit's metric. By default,
             the charts use relative L1 and have no limit.
         summary: a sentence to show first; empty for none.
+        command: command that writes the page, for its foot; empty for none.
 
     Raises:
         ReportError: the rows contain no kernel, they come from several types of device, or the file
         cannot be written.
         MissingPackage: the chart library is not installed.
     """
-    groups = group_rows(rows)
+    found = matrix(rows)
+    groups = found.kinds
     if not groups:
         raise ReportError("no row is about a kernel: replay a call first")
     devices = sorted({row.machine.device for row in rows} - {""})
@@ -76,13 +82,17 @@ def write_html(
         "models": {name: model.model_data(members) for name, members in models.items()},
         "outputs": {} if outputs is None else saved_outputs(outputs, checks),
     }
+    headline, *others = _sentences(models, summary, answer(found))
     page = Template(_resource("page.html")).substitute(
         title=html.escape(_title(groups)),
         machine=html.escape(_machine(rows)),
-        answers="\n".join(_answers(groups, models, summary)),
+        headline=headline,
+        answers="\n".join(_listed(others)),
+        matrix="\n".join(matrix_table(found)),
         unavailable="\n".join(_unavailable(rows)),
+        foot="\n".join(foot(rows, command)),
         style=_resource("style.css"),
-        script=_resource("page.js"),
+        script="\n".join(map(_resource, SCRIPTS)),
         data=_packed(json.dumps(plain(data), separators=(",", ":"))),
         library=_packed(library.bundle()),
     )
@@ -117,25 +127,21 @@ def _machine(rows: Sequence[Row]) -> str:
     )
 
 
-def _answers(
-    groups: Sequence[Group], models: dict[str, list[model.Check]], summary: str
-) -> Iterator[str]:
-    """Yield list items, which start with the summary and the speed of the whole models."""
+def _sentences(models: dict[str, list[model.Check]], summary: str, calls: str) -> Iterator[str]:
+    """Yield the page's answers: the given one, the whole models' gains, and that of the calls."""
     if summary:
-        yield f"<li><b>{html.escape(printable(summary))}</b>"
+        yield html.escape(printable(summary))
     for name, checks in models.items():
         for sentence in model.answers(checks):
-            yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"
-    for group in groups[:MOST_ANSWERS]:
-        answer = "; ".join(
-            f"fastest {accuracy_class} kernel: {found.kernel}{details(group, found)}"
-            for accuracy_class in ("exact", "quantised")
-            if (found := fastest(group, accuracy_class))
-        )
-        answer = printable(answer or "no kernel was both timed and correct")
-        yield f"<li>{html.escape(group.title)}<br><b>{html.escape(answer)}</b>"
-    if (more := len(groups) - MOST_ANSWERS) > 0:
-        yield f"<li>{more} more kinds of calls are among the charts."
+            yield html.escape(printable(f"{name}, {sentence}"))
+    yield html.escape(printable(calls))
+
+
+def _listed(sentences: Sequence[str]) -> Iterator[str]:
+    if sentences:
+        yield '<ul class="answers">'
+        yield from (f"<li>{sentence}" for sentence in sentences)
+        yield "</ul>"
 
 
 def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
@@ -143,8 +149,12 @@ def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
     found = names_by_sentence(
         (str(row.id), row.reason) for row in rows if row.status == "unavailable"
     )
+    if not found:
+        return
+    yield "<details><summary>Kernels that are not available on this machine</summary>"
     for reason, kernels in found.items():
         yield f'<p class="quiet">{html.escape(printable(f"{kernels}: {reason}"))}</p>'
+    yield "</details>"
 
 
 def _resource(name: str) -> str:

@@ -188,9 +188,9 @@ def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
     [("500M", 500 * 10**6), ("20G", 20 * 10**9), ("1.5k", 1500), ("7", 7), ("2TB", 2 * 10**12)],
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    from capture.cli.record_options import _size
+    from capture.command_line.parser import size
 
-    assert _size(text) == nbytes
+    assert size(text) == nbytes
 
 
 def sentence_of(result: tuple[int, str, str], code: int) -> str:

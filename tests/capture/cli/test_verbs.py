@@ -17,6 +17,7 @@ GIVEN = {
     "show": ("captured_inputs",),
     "check": ("captured_inputs",),
     "repair": ("captured_inputs",),
+    "share": ("captured_inputs", "--to", "copy"),
 }
 
 

@@ -20,10 +20,11 @@ from replay.cli.doctor import parser as doctor_parser
 from replay.cli.main import VERBS
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, LayerChoice, Plan
-from replay.rows.row import Row, Speedup
-from tests.factories import accuracy, census, random_call, row, speedup_over, store_part
+from replay.rows.row import INTERRUPTED_BLOCKS, Row, Speedup
+from tests.factories import accuracy, census, random_call, row, speedup, speedup_over, store_part
 
 BUILT_IN: dict[str, Any] = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
+BUSY = "run this again when the machine is less busy"
 COUNTED = census(("layers.0", "prefill", 64, 4))
 
 
@@ -44,8 +45,8 @@ def capture(model: str = "llama", **fields: Any) -> CaptureRecord:
 
 def measured(status: Any = "ok") -> list[Row]:
     baseline = row("torch-default", ms=2.0)
-    speedup = speedup_over() if status == "ok" else None
-    return [baseline, row("mine", ms=1.0, status=status, speedup=speedup)]
+    over = speedup_over() if status == "ok" else None
+    return [baseline, row("mine", ms=1.0, status=status, speedup=over)]
 
 
 def plan(*kernels: str) -> Plan:
@@ -91,9 +92,26 @@ def test_replay_leads_to_the_whole_model(tmp_path: Path) -> None:
     given = ["--kernels", "torch-*,my file.py:k", "--env", "a=/a", "--env", "b=/b", "--timeout=9.5"]
     found = command(said("--dir", directory, *given, "--metric", "all", "--json", "rows.jsonl"))
     assert found == [
-        "verify", "--dir", directory, "--kernels", "torch-*,my file.py:k",
-        "--env", "a=/a", "--env", "b=/b", "--timeout", "9.5",
+        "verify", "--dir", directory, "--env", "a=/a", "--env", "b=/b", "--timeout", "9.5",
+        "--kernels", "mine",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rival", "expected"),
+    [
+        (row("mine", ms=2.0, speedup=speedup_over(against=speedup(1.0, 0.99, 1.01))), ""),
+        (row("mine", status="error", reason="TypeError"), ""),
+        (row("mine", ms=2.0, flags=(INTERRUPTED_BLOCKS,)), BUSY),
+    ],
+    ids=["tie", "raised", "busy"],
+)
+def test_replay_without_a_gain_suggests_no_model_run(
+    tmp_path: Path, rival: Row, expected: str
+) -> None:
+    directory = str(recording(tmp_path / "recorded", capture()))
+    found = said("--dir", directory, rows=[row("torch-default", ms=2.0), rival])
+    assert found == expected
 
 
 def test_verify_leads_to_a_plan_and_its_use(tmp_path: Path) -> None:
@@ -133,7 +151,7 @@ def test_plan_that_changes_nothing_is_reported(tmp_path: Path) -> None:
         ([capture(census={})], [], ["--report", "out.html"]),
         ([capture(heads="0")], [], ["--report", "out.html"]),
         ([capture(), capture("flux", settings={})], [], ["--report", "out.html"]),
-        ([capture(), capture("flux")], ["verify"], []),
+        ([capture(), capture("flux")], ["verify"], ["--kernels", "mine"]),
     ],
     ids=["own script", "no census", "some heads", "two models, one own", "two models"],
 )

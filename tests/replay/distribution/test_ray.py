@@ -156,7 +156,7 @@ def test_own_cluster_answers_only_here(replays: Replays, recorded: Path, tmp_pat
         found_listening |= set(listeners(processes.family(process.pid)))
         time.sleep(0.2)
     code, (out, err) = process.returncode, process.communicate()
-    assert (code, err.count("\n")) == (0, 1), err  # one line suggests the next step
+    assert (code, err.count("\n") <= 1) == (0, True), err  # at most a suggested next step
     assert "Ray" not in out
     found = [(row["call"]["name"], row["kernel"], row["status"]) for row in rows_of(rows)]
     assert found == [

@@ -25,6 +25,7 @@ def predicted(phase: str, ratio: float, **fields: Any) -> PredictedTime:
         waiting_share=0.0,
         saved_seconds=0.1,
         swapped_seconds=0.4,
+        swap_seconds=0.0,
         calls=Calls(32),
     )
     return replace(usual, **fields)

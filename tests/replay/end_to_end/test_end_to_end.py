@@ -57,7 +57,8 @@ def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
         before, after = (predictions[span][f"{each}_seconds"]["value"] for each in ("old", "new"))
         least, most = calls * SLOW_SECONDS, 2 * calls * SLOW_SECONDS
         assert before == pytest.approx(own["measured"][span]["ms"]["p50"] / 1000)
-        assert after == pytest.approx(before - predictions[span]["saved_seconds"])
+        # Beside the delay, swapping and cold caches cost little.
+        assert after == pytest.approx(before - predictions[span]["saved_seconds"], rel=0.05)
         assert least < -predictions[span]["saved_seconds"] + 0.01 * least < most
         assert least < slow["measured"][span]["ms"]["p50"] / 1000 < most + before
         assert least < slow["attention_seconds"][span] < most

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from capture.storage.capture_record import CaptureRecord
-from replay.end_to_end.model_check import MOST_ROUNDS, ModelResult, check
+from replay.end_to_end.model_check import MOST_ROUNDS, SWAPPED, ModelResult, check
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, ModelRun, RunFailed, Variant
 from replay.end_to_end.predicted_times import RUN
@@ -66,14 +66,20 @@ class Pretended:
         text: str | None = None,
         save: tuple[Path, str] | None = None,
         waits: Mapping[str, float] | None = None,
+        drains: bool = False,
     ) -> ModelRun:
         self.build()
         self.rounds.append(self.round)
         is_own = variant is BASELINE
+        if drains:
+            self.drained = variant.name
+            run = self._ran(self.seconds)
+            run.times.host["denoise"] = [0.24] * 4
+            return run
         if waits is not None:
             self.log.append(f"({variant.name})")
             self.waits = waits
-            run = self._ran(self.seconds, self.busy, attention=3.0 if is_own else 2.0)
+            run = self._ran(self.seconds, self.busy, attention=0.6 if is_own else 0.4)
             if self.busy is not None:  # on a GPU
                 run.times.launch["denoise"] = 0.4 if is_own else 0.6
             return run
@@ -155,10 +161,24 @@ def test_runs_are_warm_interleaved_and_inspected_last() -> None:
         predicted = each.predicted(RUN)
         assert predicted.new_seconds.value == pytest.approx(0.52)
         assert each.prediction_error(RUN) == pytest.approx(1 / 0.52 / 2 - 1)
-        assert each.attention_seconds == {RUN: 2.0, "denoise": 0.5}
-        assert each.own_attention_seconds == {RUN: 3.0, "denoise": 0.75}
+        assert each.attention_seconds == {RUN: 0.4, "denoise": 0.1}
+        assert each.own_attention_seconds == {RUN: 0.6, "denoise": 0.15}
         assert each.busy_seconds == {}
     assert process.waits == {"denoise": 0.25}
+
+
+def test_own_kernel_is_swapped_in_to_measure_what_swapping_costs() -> None:
+    process = Pretended()
+    own, a = checked(process, "a", own_kernel="torch-default")
+    assert process.log.count(SWAPPED) == 4  # a warm-up and three rounds
+    # Every kernel halves the time. The own kernel takes 0.4 s in the model, 0.6 s in the replay,
+    # so 12 calls save two thirds of 40 ms each.
+    predicted = a.predicted(RUN)
+    assert predicted.swap_seconds == pytest.approx(-0.5)
+    assert predicted.new_seconds.value == pytest.approx(0.18)
+    assert (own.measured[RUN].seconds, a.measured[RUN].seconds) == pytest.approx((1, 0.5))
+    checked(on_gpu := Pretended(busy=0.1), "a", own_kernel="torch-default")
+    assert on_gpu.drained == SWAPPED  # the host also swaps
 
 
 def test_every_two_kernels_share_a_baseline_run() -> None:
@@ -242,6 +262,7 @@ def test_rounds_fill_the_time_limit(seconds: float, rounds: int) -> None:
 def test_launch_bound_gpu_is_reported() -> None:
     process = Pretended(busy=0.1)
     own, a = checked(process, "a")
+    assert process.drained == BASELINE.name
     assert own.busy_seconds == {"denoise": 0.1}
     assert a.more_launch_seconds == pytest.approx({RUN: 0.2, "denoise": 0.05})
     predicted = a.predicted("denoise")

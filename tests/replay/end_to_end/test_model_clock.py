@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from replay.end_to_end import model_clock
 from replay.end_to_end.model_clock import OUTSIDE, Clock
+from replay.timing.thread_times import ThreadTimes
 
 CPU = torch.device("cpu")
 
@@ -19,7 +21,7 @@ Pass = Callable[[float], None]
 
 
 @pytest.fixture
-def let_pass(monkeypatch: pytest.MonkeyPatch) -> Pass:
+def let_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pass:
     """`let_pass(seconds)` advances the simulated clock."""
     now = 0.0
 
@@ -28,6 +30,7 @@ def let_pass(monkeypatch: pytest.MonkeyPatch) -> Pass:
         now += seconds
 
     monkeypatch.setattr(model_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(model_clock, "ThreadTimes", lambda: ThreadTimes(tmp_path))
     return let_pass
 
 
@@ -122,6 +125,46 @@ def test_attention_calls_belong_to_the_phase_they_are_made_in(let_pass: Pass) ->
     assert times.attention == pytest.approx({OUTSIDE: 0.02, "denoise": 0.03})
     assert times.forwards == {"denoise": pytest.approx([0.05] * 3)}
     assert times.launch == {}  # on a CPU, the duration of the call itself
+
+
+def test_time_without_a_processor_does_not_count(let_pass: Pass, tmp_path: Path) -> None:
+    def waited(**threads: int) -> None:
+        for thread, ms in threads.items():
+            (tmp_path / thread[1:]).mkdir(exist_ok=True)
+            (tmp_path / thread[1:] / "schedstat").write_text(f"7 {ms * 1_000_000} 7\n")
+
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor, timestep: int) -> Tensor:
+            let_pass(0.05)
+            waited(t1=130, t2=10)
+            return x
+
+    waited(t1=100, t2=0)
+    model = Waiting()
+    with Clock({"": model}, CPU).running() as times:
+        model(torch.zeros(1), timestep=0)
+    assert times.forwards == {"denoise": pytest.approx([0.02])}
+    assert (times.run, times.waited) == pytest.approx((0.02, 0.03))
+
+
+def test_drained_run_measures_the_host_without_its_waits(
+    let_pass: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enqueuing(nn.Module):
+        def forward(self, x: Tensor, timestep: int) -> Tensor:
+            for _ in range(2):
+                with clock.call():
+                    let_pass(0.001)
+                let_pass(0.004)
+            return x
+
+    model = Enqueuing()
+    clock = Clock({"": model}, CPU)
+    monkeypatch.setattr(clock, "_synchronize", lambda: let_pass(0.3))
+    with clock.running(drains=True) as times:
+        for step in range(2):
+            model(torch.zeros(1), timestep=step)
+    assert times.host == {"denoise": pytest.approx([0.01, 0.01])}
 
 
 def test_host_time_is_reported_on_a_gpu(let_pass: Pass, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ def made(
     ratio = 1 / measured
     checked.measured = {
         RUN: MeasuredSpan(
-            summarize([1000 * measured] * 3), speedup(ratio, 0.99 * ratio, 1.01 * ratio), None
+            summarize([1000 * measured] * 3),
+            speedup(ratio, 0.99 * ratio, 1.01 * ratio),
+            None,
+            measured,
         )
     }
     checked.fallbacks = {"takes no mask": 2}
@@ -77,7 +80,6 @@ NEARLY_STEADY = {RUN: replace(RATIO, ms=summarize([900.0, 900.0, 900.0 * 1.1]))}
             {"more_launch_seconds": {RUN: 0.002, "decode": 0.001}},
             "(attention calls alone +2 ms in the model)",
         ),
-        ({}, {"busy_seconds": {RUN: 0.45}}, "waits for the host 50 % of the time with this kernel"),
         ({"clues": Clues(scatter=24.0)}, {}, "call differ up to 24-fold (p90 / p10): the machine"),
         ({}, {"measured": SCATTERED}, "took 900 ms to 1.12 s (10th to 90th percentile) with the"),
         ({}, {"copies": 7, "hits": 20}, "7 of 22 outputs were copied into the layout that the mod"),
@@ -98,7 +100,6 @@ def test_reason_is_given(span: dict[str, Any], result: dict[str, Any], sentence:
     ("span", "result"),
     [
         ({"clues": LAUNCHES}, {}),
-        ({}, {"busy_seconds": {RUN: 0.95 * 0.9}}),
         ({"clues": Clues(scatter=1.4)}, {}),
         ({}, {"measured": NEARLY_STEADY}),
         ({"clues": CLOCKS}, {"sm_clock_mhz": 1890.0}),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel
@@ -170,6 +171,25 @@ def test_fake_implementation_matches_the_operator() -> None:
         )
     unsafe = {tag for tag in operator._opoverload.tags if tag.name == "cudagraph_unsafe"}
     assert unsafe or not hasattr(torch.Tag, "cudagraph_unsafe")
+
+
+def test_a_kernel_that_compiles_flex_attention_is_compiled_once() -> None:
+    """The function is replaced in every block, and the kernel is compiled with the replacement."""
+    seen: list[list[str]] = []
+
+    @register_kernel("flex-inside")
+    @torch.compile(backend=operators(seen), fullgraph=True)
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        output = flex_attention(query, key, value)
+        assert isinstance(output, Tensor)
+        return output
+
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    for _ in range(3):
+        with use_kernel("flex-inside") as swap:
+            model(states)
+        assert swap.hits == 1
+    assert len(seen) == 1
 
 
 def test_a_kernel_that_compiles_itself_does_so_inside_the_operator() -> None:

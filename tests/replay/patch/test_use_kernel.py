@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel, use_plan
 from replay.kernels.registry import KernelNameError, find, select
@@ -35,6 +36,27 @@ def test_hits_and_fallbacks_are_counted(doubling: str) -> None:
     assert (swap.hits, swap.fallbacks) == (2, {"no mask": 1})
     assert str(swap) == "doubling: 2 calls, 1 fell back (1 × no mask)"
     assert torch.equal(model(query), plain)
+
+
+def test_support_is_asked_once_for_each_mask_and_its_values() -> None:
+    asked: list[bool] = []
+
+    def unsupported(call: AttentionCall) -> str | None:
+        asked.append(bool(call.attn_mask.all()))
+        return None if asked[-1] else "hidden keys"
+
+    register_kernel("all keys", unsupported=unsupported)(TORCH_SDPA)
+    query, mask = torch.randn(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool)
+    with use_kernel("all keys") as swap:
+        for _ in range(3):
+            Attend()(query, mask)
+        mask[0, 0] = False
+        for _ in range(3):
+            Attend()(query, mask)
+        for _ in range(2):
+            Attend()(query, torch.ones(5, 5, dtype=torch.bool))
+    assert asked == [True, False, True, True]
+    assert (swap.hits, swap.fallbacks) == (5, {"hidden keys": 3})
 
 
 @pytest.mark.parametrize("compiled", [False, True])

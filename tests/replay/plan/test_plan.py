@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -117,6 +117,8 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a plan is a Plan or the path of its file, not int"):
+        Plan.load(cast(Any, 3))
     path = tmp_path / "plan.json"
     plan.save(path)
     good = json.loads(path.read_text())

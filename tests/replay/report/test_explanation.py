@@ -39,7 +39,8 @@ def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> Mod
     gain = speedup(ratio, ratio - 0.005, ratio + 0.005)
     # The median is that of a slower machine than the baseline's.
     found.measured = {
-        name: MeasuredSpan(summarize([ms + 50] * 3), gain, None) for name in (span.phase, RUN)
+        name: MeasuredSpan(summarize([ms + 50] * 3), gain, None, ms / 1000)
+        for name in (span.phase, RUN)
     }
     found.own_attention_seconds = {span.phase: 0.52}
     found.attention_seconds = {span.phase: 0.42}
@@ -79,6 +80,28 @@ def test_launches_decide_where_the_gpu_waits_for_the_host() -> None:
         "so the host decides, which costs 2.5 ms. That predicts 20.5 ms (0.98×); measured: "
         "0.95× (0.95-0.96). Another 0.5 ms (2.5 % of the time) is unexplained."
     )
+
+
+@pytest.mark.parametrize(
+    ("clues", "busy", "sentence", "less"),
+    [
+        (
+            Clues(preparation_seconds=0.05, more_layer_launch_seconds=0.3),
+            {"denoise": 0.9},
+            "Launching its layers takes 300 ms more, so that the GPU waits for the host, which "
+            "costs 20 ms.",
+            "50 ms",
+        ),
+        (STEP.clues, {}, "Caches are colder in the model, which costs 20 ms.", "30 ms"),
+    ],
+)
+def test_model_that_gains_less_than_its_attention(
+    clues: Clues, busy: dict[str, float], sentence: str, less: str
+) -> None:
+    span = replace(STEP, new_seconds=interval(0.88), swap_seconds=0.01, clues=clues)
+    text = explanation(checked(span, ms=920.0, busy_seconds=busy))
+    assert f"{sentence} Swapping a kernel in (its choice, checks and counts) costs 10 ms." in text
+    assert f"Attention saves {less} less in the model than in the replay." in text
 
 
 def test_explanation_covers_a_better_result() -> None:

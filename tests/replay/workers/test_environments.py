@@ -82,13 +82,16 @@ def _script(directory: Path, command: str = f'exec "{sys.executable}" "$@"') -> 
 
 
 @pytest.mark.slow
-def test_library_of_one_environment_is_listed(run_cli: RunCli, ours: Path, theirs: Path) -> None:
+def test_library_of_one_environment_is_listed(
+    run_cli: RunCli, ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     given = (f"{ours.parent}/spy.py:attention,torch-math", "--device", "cpu")
     code, out, err = run_cli("kernels", *given, "--env", f"theirs={theirs}")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
-    assert "this: not installed theirs: available 2.5" in text
-    assert f"this: available {torch.__version__} theirs: available {torch.__version__}" in text
+    assert "theirs 2.5" in text
+    assert f"this {torch.__version__}, theirs {torch.__version__}" in text
 
 
 def test_rows_of_two_environments_make_one_table(

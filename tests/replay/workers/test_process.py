@@ -191,6 +191,22 @@ def test_processes_have_their_variables(monkeypatch: pytest.MonkeyPatch) -> None
     assert [env["CUDA_VISIBLE_DEVICES"] for env in both] == ["3", "3"]
 
 
+def test_a_workers_results_lie_in_the_same_pages_at_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = (
+        "import resource, torch\n"
+        "for number in range(20):\n"
+        "    if number == 10: first = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    [torch.ones(3 * 2**20).softmax(0) for _ in range(4)]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - first)"
+    )
+    (environment, _) = environments_of(monkeypatch)
+    command = [sys.executable, "-c", program]
+    new_pages = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    assert int(new_pages) < 1000
+
+
 def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise torch.compile moves Triton's cache, so that later kernels are compiled again."""
     knobs = pytest.importorskip("triton.knobs", reason="an older Triton")

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 CHARTS = [
-    *("tradeoff", "layer-error", "layer-saved", "times", "shapes", "roofline", "where"),
+    *("tradeoff", "layer-error", "layer-speed", "times", "shapes", "roofline", "where"),
     *("span-0-0", "span-0-1", "clock", "power", "temperature"),
 ]
 
@@ -39,7 +39,9 @@ const waiting = setInterval(async () => {
     $(id).dispatchEvent(new Event(id === "filter" ? "input" : "change"));
     await pause();
   };
-  const names = () => [...$("rows").tBodies[0].rows].map((row) => row.cells[0].textContent);
+  const names = (selected = false) => [...$("rows").tBodies[0].rows]
+    .filter((row) => !selected || row.hasAttribute("aria-selected"))
+    .map((row) => row.cells[0].textContent);
   const marks = (id) => $(id).querySelectorAll("svg path, svg text").length;
   let found;
   try { found = await (async () => { SCRIPT })(); }
@@ -98,7 +100,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("width", [390, 800, 1600])
+@pytest.mark.parametrize("width", [390, 900, 1400])
 def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
     seen = opened(
         page,
@@ -109,6 +111,11 @@ def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
             requests: performance.getEntriesByType("resource").map((entry) => entry.name),
             title: document.title, images: document.images.length,
             budget: $("tradeoff").textContent.includes("budget cosine ≥ 0.9995"),
+            repeated: [...document.querySelectorAll("g.role-axis-label")].filter((axis) => {
+              const texts = [...axis.querySelectorAll("text")];
+              const labels = texts.map((text) => text.textContent).filter(Boolean);
+              return new Set(labels).size < labels.length;
+            }).map((axis) => axis.textContent),
         };""".replace("CHARTS", json.dumps(CHARTS)),
         width=width,
     )
@@ -118,6 +125,7 @@ def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
     assert seen.found["failure"] is True
     assert seen.found["tooWide"] is False
     assert seen.found["budget"] is True
+    assert seen.found["repeated"] == []
     assert seen.console == []
     assert seen.found["requests"] == []
     assert pages.HOSTILE in seen.found["title"]
@@ -153,24 +161,74 @@ def test_rows_are_sorted_and_filtered(page: Path) -> None:
     assert seen.console == []
 
 
-def test_charts_follow_what_is_chosen(page: Path) -> None:
+def test_one_selection_holds_in_all_sections_and_in_the_address(page: Path) -> None:
     seen = opened(
         page,
         """
-        const first = $("kernel").value;
-        await choose("group", "1");
-        const labels = $("tradeoff").textContent;
+        const chosen = () => [$("kind").value, $("kernel").value,
+          document.querySelector('#matrix [aria-pressed="true"]').dataset.kernel,
+          new Set(names(true)).size,
+          new URLSearchParams(location.hash.slice(1)).get("kernel")];
+        $("more").click();
+        const first = chosen();
+        const worst = $("call").selectedOptions[0].text;
+        document.querySelector('#matrix [data-kernel="kernel-1"][data-kind="1"]').click();
+        await pause();
         const kernels = [...$("kernel").options].map((option) => option.value);
-        await choose("group", "0");
-        await choose("kernel", "kernel-11");
-        return { first, labels, kernels, wrong: $("call").options[0].text };
+        const labels = $("tradeoff").textContent;
+        const cell = chosen();
+        await choose("filter", "kernel-11 inaccurate");
+        $("rows").tBodies[0].rows[0].click();
+        await pause();
+        const row = chosen();
+        await choose("filter", "");
+        const marks = [...$("times").querySelectorAll("path")];
+        const bar = marks.find((path) => path.__data__?.datum?.kernel === "kernel-5");
+        bar.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+        await pause();
+        const mark = chosen();
+        location.hash = "#kind=0&kernel=kernel-3&at=times-title";
+        await pause();
+        return { first, worst, cell, kernels, labels, row, mark, address: chosen() };
         """,
     )
-    assert seen.found["first"] == "kernel-10"  # the fastest correct kernel
+    assert seen.found["first"] == ["0", "kernel-10", "kernel-10", 1, None]  # the fastest correct
+    assert seen.found["worst"] == "kernel-2 · step 0 blocks.1.attn (250000× its tolerance)"
+    assert seen.found["kernels"] == ["kernel-1", "torch-default", "kernel-2"]  # the last is wrong
     assert "kernel-2" in seen.found["labels"]
     assert "kernel-10" not in seen.found["labels"]
-    assert seen.found["kernels"] == ["kernel-1", "kernel-2", "torch-default"]
-    assert seen.found["wrong"].endswith("(0.001)")
+    assert seen.found["cell"] == ["1", "kernel-1", "kernel-1", 1, "kernel-1"]
+    assert seen.found["row"] == ["0", "kernel-11", "kernel-11", 1, "kernel-11"]
+    assert seen.found["mark"] == ["0", "kernel-5", "kernel-5", 1, "kernel-5"]
+    assert seen.found["address"][:3] == ["0", "kernel-3", "kernel-3"]
+    assert seen.console == []
+
+
+def test_a_chart_is_saved_as_svg_and_as_png(page: Path) -> None:
+    seen = opened(
+        page,
+        """
+        const saved = [];
+        HTMLAnchorElement.prototype.click = function () { saved.push([this.download, this.href]); };
+        for (const button of $("times").querySelectorAll(".save button")) button.click();
+        await pause();
+        return saved.map(([name, url]) => [name.slice(-4), url.slice(0, 5)]).sort();
+        """,
+    )
+    assert seen.found == [[".png", "data:"], [".svg", "blob:"]]
+    assert seen.console == []
+
+
+def test_sections_without_content_are_absent(tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    rows = [row for row in pages.rows(3, 3, on_gpu=False) if row.kernel != "kernel-2"]
+    write_html(rows, out)
+    seen = opened(
+        out,
+        """return [...document.querySelectorAll("section")].filter((each) => each.hidden)
+            .map((each) => each.getAttribute("aria-labelledby"));""",
+    )
+    assert seen.found == ["where-title", "models-title", "machine-title"]
     assert seen.console == []
 
 

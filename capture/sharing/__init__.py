@@ -1,0 +1,1 @@
+"""Copies of recordings for others: chosen calls, a dataset card, and a benchmark file."""
