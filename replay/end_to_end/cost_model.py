@@ -24,8 +24,7 @@ MOST_LOST = 4.0
 cold caches; it then fills them itself."""
 
 LEAST_LOSS, LOSSES = 0.25, 1.5
-"""Least ratio of a kernel's loss in the model to the predicted loss, and the range of the ratio.
-On small models it was 0.8 to 1.7."""
+"""Least ratio of a kernel's loss in the model to the predicted loss, and the range of the ratio."""
 
 Figure = Literal["time_ms", "layer_host_ms"]
 
@@ -97,7 +96,7 @@ class CostModel:
     seed: int
     phases: Mapping[str, Clocked]
     pace: Mapping[str, float] = field(default_factory=dict)
-    """Time of the model's own attention in the model / in the replay, by phase of a CPU's model."""
+    """Time of the model's own kernel, swapped in, / its time in the replay, by phase; CPUs only."""
 
     def waiting_seconds(self, phase: str) -> float:
         """Return the time that the GPU waits for the host in a phase's forwards or a full run."""

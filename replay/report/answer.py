@@ -57,8 +57,10 @@ def _exact_sentence(found: Matrix, exact: dict[KernelId, list[int]], keep: str) 
                 f"in {outcomes.count('wrong')}."
             )
     rows = [found.row(kernel) for kernel in found.kernels if found.class_of(kernel) == "exact"]
-    skipped = ("baseline", "wrong")
-    rivals = [cells for cells in rows if all(cell.outcome not in skipped for cell in cells)]
+    others = [cells for cells in rows if all(cell.outcome != "baseline" for cell in cells)]
+    rivals = [cells for cells in others if all(cell.outcome != "wrong" for cell in cells)]
+    if not others:
+        return f"Keep {keep}: no other exact kernel was tested."
     if all(cell.outcome == "cannot" for cells in rivals for cell in cells):
         return f"Keep {keep}: no other exact kernel tested ran correctly."
     undecided = [

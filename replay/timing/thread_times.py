@@ -22,7 +22,7 @@ class ThreadTime(NamedTuple):
 
 
 class ThreadTimes:
-    """Reader of the threads' times; without `/proc`, there are no threads."""
+    """Reader of the threads' times. Without `/proc`, it finds no threads."""
 
     def __init__(self, tasks: Path = TASKS) -> None:
         self._tasks = tasks

@@ -39,8 +39,10 @@ def _load(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what other programs took from the measurement, as far as the rows know it."""
     shares = [row.processor_share for row in rows if row.processor_share is not None]
     if shares:
-        yield f"the kernels had a processor {percentile(shares, 50):.0%} of the time, at least"
-        yield f"{min(shares):.0%} in every row"
+        yield (
+            f"the kernels had a processor {percentile(shares, 50):.0%} of the time (median of the "
+            f"rows; least {min(shares):.0%})"
+        )
     clocks = [
         row.gpu_during.sm_clock_mhz
         for row in rows

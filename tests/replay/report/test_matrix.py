@@ -76,6 +76,8 @@ FAST = [on("a", "mine", 0.5), on("b", "mine", 0.8)]
     [
         ([on("a", "mine"), on("b", "mine", 2.0)],
          "Keep base: no kernel tested is faster in 3 of 3 kinds of call."),
+        ([quantised("a", "sage", 2.0)],
+         "Keep base: no other exact kernel was tested."),
         ([on("a", "mine", status="error")],
          "Keep base: no other exact kernel tested ran correctly."),
         (FAST, "mine: 1.25× to 2.00× in 2 of 3 kinds of call; elsewhere keep base."),
