@@ -6,9 +6,10 @@
 Records models and runs each with every kernel: on a CPU the built-in models and those of
 `benchmarks/small_models.py`, on a GPU Llama and Flux, tiny and at full size (random weights).
 Prints each model's phases with the prediction, its interval and the measurement, and how many
-predictions hold: those within 3 % of the measurement, or whose interval contains it. On a CPU, one thread is used, so that other programs disturb a forward less often; the
-measurement's own interval is printed as its noise. Writes `benchmarks/results/predictions.csv`, or
-`predictions_gpu.csv`, after each model.
+predictions hold: those within 3 % of the measurement, or whose interval contains it. On a CPU, one
+thread is used, so that other programs disturb a forward less often; the measurement's own interval
+is printed as its noise. Writes `benchmarks/results/predictions.csv`, or `predictions_gpu.csv`,
+after each model.
 """
 
 from __future__ import annotations

@@ -25,7 +25,12 @@ def answer(found: Matrix) -> str:
         return "No kernel tested ran correctly."
     baselines = list(dict.fromkeys(kind.baseline for kind in found.kinds if kind.baseline))
     if not baselines:
-        return "No baseline was timed, so there are no speed-ups."
+        able = [
+            each for each in found.kernels if {c.outcome for c in found.row(each)} != {"cannot"}
+        ]
+        if len(able) == 1:
+            return f"Only {able[0]} ran, so nothing is compared."
+        return "No kernel was timed beside a baseline, so there are no speed-ups."
     keep = baselines[0] if len(baselines) == 1 else "what the model calls"
     exact = _chosen(found, "exact")
     sentences = [_exact_sentence(found, exact, keep)]

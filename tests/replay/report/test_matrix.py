@@ -105,6 +105,8 @@ def test_answer_of_one_kind_names_its_model() -> None:
     assert answer(matrix([on("a", "base"), on("a", "mine", 0.8)])) == (
         "mine: 1.25× in flux, same output."
     )
+    alone = [on("a", "base"), on("a", "unable", status="unavailable", speedup=None)]
+    assert answer(matrix(alone)) == "Only base ran, so nothing is compared."
     assert answer(matrix([on("a", "mine", status="inaccurate")])) == (
         "No kernel tested ran correctly."
     )
