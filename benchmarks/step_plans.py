@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import tempfile
 import time
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ KERNELS = {
     "cpu": "torch-default,torch-math,torch-flash",
 }
 WITHIN, MOST_US = 0.03, 2.0
+logger = logging.getLogger(__name__)
 COLUMNS = (
     *("model", "mode", "span", "steps", "plan", "attention_share", "predicted", "measured", "low"),
     *("high", "error", "graphs", "graph_breaks", "recompiled", "recompiled_again", "plan_us"),
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480, help="time limit")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "step_plans.csv")
     arguments = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     device = gpu() if arguments.size == "full" else torch.device("cpu")
     limit = Limit(time.monotonic() + arguments.seconds)
     machine = describe(device)
@@ -243,7 +246,7 @@ def measured(
             ready.capture,
             ready.rows,
             [Variant(name, plan=ready.file)],
-            LiveModel(ready.runnable, ran=limit.check),
+            LiveModel(ready.runnable, report=logger.info, ran=limit.check),
             rounds=rounds,
             kernel_at={name: lambda *where: KernelId(ready.plan.kernel_at(*where))},
         )

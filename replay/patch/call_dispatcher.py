@@ -126,7 +126,7 @@ class CallDispatcher:
         return name if by_step is None else self._name_at_step(by_step, arguments)
 
     def _name_at_step(self, by_step: KernelsByStep, arguments: Arguments) -> str:
-        step = current_step()
+        step = current_step(on_gpu=arguments.query.is_cuda)
         kernels = by_step.at(step)
         if not kernels:
             with self._counting:

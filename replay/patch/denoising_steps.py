@@ -30,13 +30,16 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def current_step() -> int:
+def current_step(*, on_gpu: bool) -> int:
     """Return the denoising step that the calling thread is in, from 0.
+
+    Args:
+        on_gpu: whether the call's tensors are on a CUDA device.
 
     Raises:
         PlanError: the step is unknown, or a CUDA graph is being captured.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         raise PlanError(
             "this plan chooses kernels by denoising step, and a CUDA graph repeats those of one "
             "step: capture the graph without the plan, or use a plan without ranges of steps"
