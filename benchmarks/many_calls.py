@@ -101,7 +101,7 @@ def cpu_seconds(calls: list[Workload], kernels: int, devices: int) -> float:
         ]
         began = time.process_time()
         rows = Fleet(slots, pool).replay(
-            Schedule(calls), {HERE: named}, settings, lambda call, stage: None
+            Schedule(calls), {HERE: named}, settings, lambda workload, stage, device="": None
         )
         write_jsonl(rows, file)
         return time.process_time() - began

@@ -11,14 +11,19 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from replay.api.session import Session
 from replay.cli.main import main
 from replay.rows.row import Row
+
+if TYPE_CHECKING:
+    from replay.distribution.pace import Pace
+    from replay.workers.execution import Progress
+    from replay.workloads.workload import Workload
 
 _marks: list[tuple[float, str, str]] = []
 """Time, call and stage of each report; call and stage are empty at the end of the last row."""
@@ -27,20 +32,19 @@ _rows = Session.rows
 
 def _marked(session: Session) -> Iterator[Row]:
     """Yield the rows of a session, and mark the time of each report."""
-    from replay.bench.runner import DONE
-    from replay.distribution.pace import Pace
+    from replay.bench.reported_stages import DONE
     from replay.report import progress
 
     shown_progress = progress.shown_progress
 
     @contextlib.contextmanager
-    def marked(pace: Pace, *, quiet: bool) -> Iterator[Callable[[Any, str], None]]:
+    def marked(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
         with shown_progress(pace, quiet=quiet) as report:
 
-            def mark(workload: Any, stage: str) -> None:
+            def mark(workload: Workload, stage: str, device: str = "") -> None:
                 if stage != DONE:
                     _marks.append((time.perf_counter(), workload.name, stage))
-                report(workload, stage)
+                report(workload, stage, device)
 
             yield mark
         _marks.append((time.perf_counter(), "", ""))

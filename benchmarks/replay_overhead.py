@@ -35,7 +35,7 @@ from benchmarks.capture_overhead import COLUMNS, GIB, MACHINE, Figures
 from benchmarks.defence_overhead import KERNELS
 from capture import load, record
 from capture.storage.dataset import Dataset
-from replay.bench.runner import LOADING, REFERENCE, TIMING
+from replay.bench.reported_stages import LOADING, REFERENCE, TIMING
 from replay.timing.machine import describe
 
 START = "start of the command and its workers"

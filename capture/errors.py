@@ -6,7 +6,7 @@ import os
 import signal
 import traceback
 
-from attention_replay.errors import Error
+from attention_replay.errors import Error, shortened
 
 
 class MissingPackage(Error):
@@ -45,7 +45,8 @@ class DatasetError(Error):
         self.path = path
 
     def __str__(self) -> str:
-        return self.reason if self.path is None else f"{os.fspath(self.path)}: {self.reason}"
+        place = "" if self.path is None else f"{os.fspath(self.path)}: "
+        return shortened(f"{place}{self.reason}")
 
 
 class InvalidCall(ValueError):
@@ -66,10 +67,10 @@ class RecordingWarning(UserWarning):
 
 
 def described(error: BaseException) -> str:
-    """Return the class and text of an error, or only the class if its text cannot be read."""
+    """Return the class and text of an error; only the class if it has none that can be read."""
     name = type(error).__name__
     try:
-        return f"{name}: {error}"
+        return f"{name}: {error}".removesuffix(": ")
     except Exception:
         return name
 

@@ -1,10 +1,10 @@
 """Builds a user's own model with a function, given as ``path/file.py:function``.
 
-The function returns ``(module, run)``. ``module`` is an ``nn.Module``, or a dictionary of modules
-by name; ``run`` is a callable that runs one inference, without arguments or with a ``prompt``. The
-function may declare any of the arguments ``seed``, ``device`` (a ``torch.device``), ``dtype`` (a
-``torch.dtype``), ``steps`` and ``prompt``. ``steps`` and ``prompt`` are passed only if the user
-gave them, so that the function's own defaults apply.
+The function returns ``(module, run)``. ``module`` is an ``nn.Module``, a dictionary of modules by
+name, or a diffusers pipeline; ``run`` is a callable that runs one inference, without arguments or
+with a ``prompt``. The function may declare any of the arguments ``seed``, ``device`` (a
+``torch.device``), ``dtype`` (a ``torch.dtype``), ``steps`` and ``prompt``. ``steps`` and ``prompt``
+are passed only if the user gave them, so that the function's own defaults apply.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def build(request: Request) -> Runnable:
             except (Exception, SystemExit) as error:
                 raise ModelError(f"{name} in {file} failed: {_describe(error)}") from error
     roots, run = _checked(built, request.name)
+    pipeline = built[0] if _is_pipeline(built[0]) else None
     for root in roots.values():
         root.eval()
 
@@ -73,6 +74,7 @@ def build(request: Request) -> Runnable:
         outputs=of_anything,
         weights=f"user's own: {request.name}",
         settings=request.settings(**given),
+        pipeline=pipeline,
         for_prompt=(lambda text: partial(infer, prompt=text)) if prompt else None,
     )
 
@@ -125,9 +127,24 @@ def _arguments(function: Callable[..., Any], request: Request, file: str) -> dic
             f"the function in {file} takes no {' or '.join(ignored)}: leave out "
             f"{' and '.join('--' + option for option in ignored)}, or declare it"
         )
-    offered = {"seed": request.seed, "device": request.device, "dtype": request.dtype}
+    offered: dict[str, Any] = {
+        "seed": request.seed,
+        "device": request.device,
+        "dtype": request.dtype,
+    }
     for option in request.given & {"prompt", "steps"}:
         offered[option] = getattr(request, option)
+    filled = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        name
+        for name, parameter in declared.items()
+        if parameter.default is parameter.empty and parameter.kind not in filled
+    ]
+    if missing := [name for name in needed if name not in offered]:
+        raise ModelError(
+            f"{request.name} needs {' and '.join(missing)}: name a function that returns (module, "
+            f"run) and is called without {'it' if len(missing) == 1 else 'them'}"
+        )
     return {name: value for name, value in offered.items() if name in declared}
 
 
@@ -143,6 +160,9 @@ def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[...,
     if isinstance(built, tuple) and len(built) == 2:
         module, run = built
         roots = {"": module} if isinstance(module, nn.Module) else module
+        if _is_pipeline(module):
+            parts = module.components.items()
+            roots = {part: root for part, root in parts if isinstance(root, nn.Module)}
         if (
             isinstance(roots, dict)
             and roots
@@ -154,8 +174,14 @@ def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[...,
     if isinstance(built, tuple):
         returned = f"({', '.join(type(item).__name__ for item in built)})"
     raise ModelError(
-        f"{name} must return (module, run), an nn.Module or a dictionary of them and a callable "
-        f"without arguments, but returned {returned}"
+        f"{name} must return (module, run): an nn.Module, a dictionary of them or a diffusers "
+        f"pipeline, and a function that runs it; but it returned {returned}"
+    )
+
+
+def _is_pipeline(module: Any) -> bool:
+    return not isinstance(module, nn.Module) and isinstance(
+        getattr(module, "components", None), dict
     )
 
 

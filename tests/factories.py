@@ -295,6 +295,7 @@ def full_row() -> Row:
             kernel=random,
             noise_floor=random,
             chosen=random,
+            tolerance_ratio=0.5,
             where=Where(0.5, 0.01, (0, 1), (2, 3), ((0.01, 0.02), (0.01, 0.5))),
         ),
         output_summary=summary,
@@ -305,6 +306,8 @@ def full_row() -> Row:
         gpu_before=state,
         gpu_during=state,
         machine=Machine(*["x"] * 9),
+        measured_at="2026-11-28T08:15:30Z",
+        commit="a1b2c3d+",
     )
 
 

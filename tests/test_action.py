@@ -54,8 +54,10 @@ def run(workspace: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
         "REPLAY_KERNELS": "mine.py:attention",
         "REPLAY_BASELINE": "kept/baseline.jsonl",
         "REPLAY_FAIL_ON": "inaccurate,error",
+        "REPLAY_HISTORY": "kept/runs",
         "REPLAY_ARGUMENTS": "--rounds 3 --device cpu --in-process",
         "GITHUB_STEP_SUMMARY": str(workspace / "summary.md"),
+        "GITHUB_ACTIONS": "true",
         "GITHUB_OUTPUT": str(workspace / "outputs"),
         "PYTHONPATH": str(REPOSITORY),
     }
@@ -75,7 +77,7 @@ def test_the_first_run_is_the_baseline_of_the_next(workspace: Path) -> None:
     done = run(workspace)
     assert done.returncode == 0, done.stderr
     assert "this run is the first" in (workspace / "summary.md").read_text()
-    assert not (workspace / "outputs").exists()
+    assert (workspace / "outputs").read_text() == "compared=false\n"
     results = workspace / "replay-results"
     assert (workspace / "kept" / "baseline.jsonl").read_text() == (
         results / "rows.jsonl"
@@ -87,14 +89,49 @@ def test_the_first_run_is_the_baseline_of_the_next(workspace: Path) -> None:
     assert "failed: inaccurate: mine.py:attention on 2 of 2 calls" in done.stderr
     summary = (workspace / "summary.md").read_text()
     assert summary.endswith((results / "comparison.md").read_text())
-    assert "less accurate" in summary
-    assert (workspace / "outputs").read_text() == "compared=true\n"
+    assert "🩺 mine.py:attention: " in summary
+    assert '<failure message="inaccurate">' in (results / "comparison.xml").read_text()
+    doctor = summary.partition("🩺 mine.py:attention: ")[2].partition(" on ")[0]
+    annotation = "::error title=inaccurate%3A mine.py%3Aattention,file=mine.py::"
+    assert f"{annotation}mine.py:attention on 2 of 2 calls: {doctor}" in done.stderr
+    assert len([*(workspace / "kept" / "runs").iterdir()]) == 1
+    assert "2 runs" in (results / "history.html").read_text()
+    assert (workspace / "outputs").read_text().endswith("compared=true\n")
 
 
-def test_wrong_inputs_are_told_as_by_the_command(workspace: Path) -> None:
-    done = run(workspace, REPLAY_DATASET="nowhere")
+@pytest.mark.slow
+def test_kernels_that_stay_wrong_or_undecided_pass_unless_asked(workspace: Path) -> None:
+    right = KERNEL.format(changed="").replace("def attention", "def right")
+    (workspace / "mine.py").write_text(KERNEL.format(changed=" * 1.1") + right)
+    for undecided, code in (("fail", 0), ("fail", 3), ("pass", 0)):  # the first has no baseline
+        done = run(
+            workspace,
+            REPLAY_KERNELS="mine.py:attention,mine.py:right",
+            REPLAY_FAIL_ON="slow,inaccurate",
+            REPLAY_HISTORY="",
+            REPLAY_UNDECIDED=undecided,
+        )
+        assert done.returncode == code, done.stderr
+        assert "::warning" in done.stdout + done.stderr
+    assert "::warning title=slow is undecided%3A mine.py%3Aright,file=mine.py::" in done.stderr
+    assert "🟡 undecided: " in (workspace / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("DATASET", "nowhere", "nowhere: no such directory"),
+        ("FAIL_ON", "slwo", "--fail-on slwo: no such condition"),
+        ("SPREAD", "2x", "--spread 2x: not a share"),
+        ("UNDECIDED", "maybe", "undecided: expected pass or fail, got maybe"),
+    ],
+)
+def test_wrong_inputs_are_told_before_the_replay(
+    workspace: Path, name: str, value: str, sentence: str
+) -> None:
+    done = run(workspace, **{f"REPLAY_{name}": value})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "nowhere: no such directory" in done.stderr
+    assert sentence in done.stderr
     assert not (workspace / "kept").exists()
 
 

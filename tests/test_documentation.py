@@ -46,6 +46,16 @@ def test_table_of_tasks_names_files_that_exist() -> None:
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
 
 
+def test_pictures_and_linked_files_exist() -> None:
+    found = [
+        (page, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 100
+    assert [str(target) for page, target in found if not (page.parent / target).exists()] == []
+
+
 def command_lines(text: str) -> Iterator[list[str]]:
     """Yield the words of each `capture` or `replay` command in code, from the command's name on."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -12,6 +12,9 @@ from replay.rows.fields import COLUMNS, FIELDS
 from replay.rows.meaning import OVER_CALLS
 from replay.workloads.distributions import DISTRIBUTIONS
 
+ERRORS = ("reference", "captured", "kernel", "noise_floor", "chosen")
+"""Sets of errors in a row's `accuracy`."""
+
 
 def glossary() -> str:
     """List every column of `replay --metric all`, with the meaning of its field."""
@@ -30,10 +33,11 @@ def fields() -> str:
     lines = ["| field | unit | meaning |", "|---|---|---|"]
     for item in FIELDS:
         path, meaning = item.path, item.meaning
-        if path.startswith("accuracy.") and path.split(".")[1] not in ("where", "spoilt_rows"):
-            if not path.startswith("accuracy.reference."):
+        _, _, name = path.partition("accuracy.")
+        if name.startswith(tuple(f"{each}." for each in ERRORS)):
+            if not name.startswith("reference."):
                 continue
-            path = path.replace("reference", "{reference,captured,kernel,noise_floor,chosen}")
+            path = path.replace("reference", f"{{{','.join(ERRORS)}}}")
             meaning = meaning.partition(";")[0]
         lines.append(f"| `{path}` | {item.unit} | {_escaped(meaning)} |")
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from attention_replay.errors import Error
 from capture.cli.record_options import add_storage_options
 from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import OneSentenceParser
-from capture.command_line.run_options import add_run_options, load_run
+from capture.command_line.run_options import add_run_options, load_run, model_is_required
 from capture.large_imports import import_large
 from capture.recording.sampling import make_sampler
 from capture.text.counted import human_bytes, share
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     After an early end, `arguments.left_behind` describes the calls left in the directory.
     """
     if not arguments.model:
-        raise Error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
+        raise Error(model_is_required())
     try:
         make_sampler(arguments.sample, arguments.max, arguments.max_bytes)
     except ValueError as error:
@@ -170,7 +170,7 @@ def _report(
         print(f"capture: {with_flags(problem)}", file=sys.stderr)
     if recording.kept and not arguments.quiet:
         command = printable(shlex.join(["replay", "--dir", arguments.out]))
-        print(f"next: replay these calls through every kernel: {command}", file=sys.stderr)
+        print(f"next: replay these calls through the default kernels: {command}", file=sys.stderr)
     return 1 if recording.problems else 0
 
 

@@ -44,7 +44,8 @@ def parser() -> OneSentenceParser:
         "--keep",
         metavar="HOW",
         help="calls to keep: N, spread over layers, steps, phases and shapes; worst:N, with the "
-        "largest error of a kernel; slowest:N, with the lowest speed-up (default: all)",
+        "largest error relative to its tolerance; slowest:N, with the lowest speed-up (default: "
+        "all)",
     )
     command.add_argument(
         "--rows", metavar="FILE", help="rows of `replay --json`, for worst:N and slowest:N"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from attention_replay import __version__
+from attention_replay.errors import shortened
 from capture.text.limits import must_be_integer
 from capture.text.printable import printable
 
@@ -24,8 +25,8 @@ class OneSentenceParser(argparse.ArgumentParser):
     """A parser that reports invalid arguments in one sentence without the usage, and exits with 2.
 
     An empty value, such as from an unset shell variable, is invalid unless the option has
-    `type=str`. One-letter options cannot be combined, because argparse would read `-hkv 2` as
-    `-h -k -v 2`.
+    `type=str`, and so is a second value of an option that keeps only one. One-letter options cannot
+    be combined, because argparse would read `-hkv 2` as `-h -k -v 2`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -37,14 +38,26 @@ class OneSentenceParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         options = given[: given.index("--")] if "--" in given else given
+        seen: set[argparse.Action] = set()
         for before, argument in zip(["", *options], options, strict=False):
             name = argument.partition("=")[0]
             looks_so = re.match("--?[a-zA-Z]", argument) and " " not in argument
-            if looks_so and not self._is_option(name) and not self._awaits_value(before):
-                near = difflib.get_close_matches(name, self._meant(), n=2)
-                hint = f": did you mean {' or '.join(near)}?" if near else ""
-                self.error(f"unknown option {name}{hint}")
+            if not looks_so or self._awaits_value(before):
+                continue
+            action = self._action(name)
+            if action is None:
+                self.error(f"unknown option {name}{self._hint(name)}")
+            if action in seen and type(action) is argparse._StoreAction:
+                self.error(f"{' or '.join(action.option_strings)} is given twice: give it once")
+            seen.add(action)
         return super().parse_known_args(given, namespace)
+
+    def _hint(self, name: str) -> str:
+        """Return what to say about an unknown option, after a colon; empty if nothing is close."""
+        # The two dashes make any two options similar, and a letter or two are never very similar.
+        cutoff = 0.75 if name.startswith("--") else 0.6
+        near = difflib.get_close_matches(name, self._meant(), n=2, cutoff=cutoff)
+        return f": did you mean {' or '.join(near)}?" if near else ""
 
     def _meant(self) -> list[str]:
         """Return the options to suggest for a misspelt option, without -h, -q and -v."""
@@ -56,18 +69,19 @@ class OneSentenceParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(given)
         return action is not None and action.nargs is None
 
-    def _is_option(self, name: str) -> bool:
-        """Return whether `name` is an option, or a one-letter option with a value, such as -b2."""
+    def _action(self, name: str) -> argparse.Action | None:
+        """Return the option of this name, or a one-letter option with a value, such as -b2."""
         options = self._option_string_actions
         if name in options:
-            return True
+            return options[name]
         action = options.get(name[:2])
         if action is None or action.nargs == 0:
-            return False
-        return action.type not in (positive, natural) or name[2].isdecimal()
+            return None
+        is_number = action.type in (positive, positives, natural)
+        return action if not is_number or name[2].isdecimal() else None
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {printable(shortened(message))} (see {self.prog} --help)\n")
 
     def add_dtype(self, group: Any, **options: Any) -> None:
         """Add `--dtype float32|bfloat16|float16`, with short names such as `bf16`."""
@@ -129,6 +143,18 @@ def not_empty(given: str) -> str:
 def positive(given: str) -> int:
     """Parse an integer of at least 1, for `add_argument(type=…)`."""
     return _integer(given, 1)
+
+
+def positives(given: str) -> tuple[int, ...]:
+    """Parse comma-separated integers of at least 1, for `add_argument(type=…)`.
+
+    The order is kept, and a number that occurs twice is used once.
+    """
+    not_empty(given)
+    parts = [part.strip() for part in given.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError("has an empty entry: give numbers such as 512,1024")
+    return tuple(dict.fromkeys(map(positive, parts)))
 
 
 def natural(given: str) -> int:

@@ -62,6 +62,12 @@ def add_run_options(command: OneSentenceParser) -> None:
     run.add_argument("--device", help="device such as cuda or cpu (default: cuda if available)")
 
 
+def model_is_required() -> str:
+    """Return a sentence that asks for `--model` and names the built-in models."""
+    names = ", ".join(import_models().NAMES)
+    return f"--model is required: {names}, a directory or file.py:function"
+
+
 def _argument(text: str) -> tuple[str, str]:
     not_empty(text)
     name, equals, value = text.partition("=")

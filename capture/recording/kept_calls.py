@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,9 +152,10 @@ class KeptCalls:
         """
         self._failed.append((index, error))
         if not isinstance(error, InvalidCall):
-            self._tell(
-                f"could not store a call in {self._context.target.directory}: {reason_of(error)}"
-            )
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = ": make room, or choose another directory with `out=`" if is_full else ""
+            directory = self._context.target.directory
+            self._tell(f"could not store a call in {directory}: {reason_of(error)}{remedy}")
 
     def give_up(self) -> None:
         """Forget the calls that are not written yet, and report their number as a problem."""

@@ -32,6 +32,11 @@ def nothing_kept(recording: Recording) -> str:
             f"none of {seen} is of phase {recording.capture.phase}: choose "
             f"{' or '.join(phases)} with `phase=`"
         )
+    if not any(modules):
+        return (
+            f"none of {seen} came from the modules that were given: give the model that makes the "
+            "calls"
+        )
     callers = [module or "(outside all watched modules)" for module in modules]
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
     return (

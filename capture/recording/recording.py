@@ -200,15 +200,17 @@ class Recording:
                 return False
             self.calls.is_closed = True
         began = time.perf_counter()
-        try:
-            self._writer.close()
-        except Exception as error:
-            reraise_from_signal_handler(error)
-            self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
-        finally:  # also after a second Ctrl-C
-            _live.discard(self)
-            self._end(complete=complete)
-            self.counts.flush_seconds = time.perf_counter() - began
+        with self._target.released():
+            try:
+                self._writer.close()
+            except Exception as error:
+                reraise_from_signal_handler(error)
+                directory = self._target.directory
+                self.tell(f"{directory} may not be on the disk yet: {reason_of(error)}")
+            finally:  # also after a second Ctrl-C
+                _live.discard(self)
+                self._end(complete=complete)
+                self.counts.flush_seconds = time.perf_counter() - began
         return True
 
     def abandon(self) -> None:

@@ -70,6 +70,8 @@ def shown_progress(
         left = None if total is None else times.left(begun, total, now)
         unit = "token" if runnable.pipeline is None else "step"
         step = f"{unit} {begun} of {total} · " if begun and total is not None else ""
+        if step and begun == total and left == 0:  # such as decoding an image
+            step = f"finishing after {step}"
         spent = str(timedelta(seconds=round(now - began)))
         table = Table.grid(
             Column(no_wrap=True, ratio=1),

@@ -12,26 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from capture.errors import CaptureError
 from capture.recording.sampling import OfferedCall, SpreadSampler
 from capture.storage.call_file import FileEntry
 from capture.storage.json_data import parsed
+from capture.storage.plain_files import possible
 from capture.text.counted import counted, human_bytes
 from capture.text.printable import quoted
 
 KINDS = {
     "": "spread over layers, steps, phases and shapes",
-    "worst": "with the largest error of a kernel, in roundings of the dtype",
+    "worst": "with the largest error of a kernel, relative to its tolerance",
     "slowest": "with the lowest speed-up of a kernel",
 }
 """Kinds of selection, with a clause about the calls that they keep."""
 
 FORM = "N, worst:N or slowest:N"
 
-WRONG = ("inaccurate", "error", "crash")
-"""Status of a row whose kernel fails on the call, which is worse than any error."""
+FAILED = ("error", "crash", "timeout")
+"""Status of a row whose kernel has no output on the call, which is worse than any error."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def _ranked(kind: str, entries: Sequence[FileEntry], rows: Path, address: str) -
             name = row["call"]["name"]
             if name not in by_name:
                 continue
-            figure = _error(row, by_name[name]) if kind == "worst" else _slowness(row)
+            figure = _error(row) if kind == "worst" else _slowness(row)
         except (ValueError, KeyError, TypeError) as error:
             raise CaptureError(
                 f"{rows}, line {number}: not a row of `replay --json`: name another with `rows=`"
@@ -160,7 +159,7 @@ def _ranked(kind: str, entries: Sequence[FileEntry], rows: Path, address: str) -
 
 def _lines(rows: Path) -> list[str]:
     try:
-        text = rows.read_text(encoding="utf-8")
+        text = possible(rows).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text"
         raise CaptureError(
@@ -170,15 +169,12 @@ def _lines(rows: Path) -> list[str]:
     return lines
 
 
-def _error(row: Any, entry: FileEntry) -> float | None:
-    """Return the relative L1 of the worst head, in roundings of the dtype; None if not measured."""
-    if row["status"] in WRONG:
+def _error(row: Any) -> float | None:
+    """Return the largest error divided by its limit; None if unknown, as in earlier versions."""
+    if row["status"] in FAILED:
         return math.inf
-    if row["accuracy"] is None:
-        return None
-    error = row["accuracy"]["reference"]["worst_head_relative_l1"]
-    # NaN is null: such an output passed because its reference has NaN too.
-    return None if error is None else error / torch.finfo(getattr(torch, entry.header.dtype)).eps
+    ratio: float | None = (row["accuracy"] or {}).get("tolerance_ratio")
+    return math.inf if ratio is None and row["status"] == "inaccurate" else ratio
 
 
 def _slowness(row: Any) -> float | None:

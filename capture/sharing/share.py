@@ -23,6 +23,8 @@ from capture.storage.call_file import FileEntry
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part
 from capture.storage.names import MANIFEST, is_of_dataset
+from capture.storage.plain_files import possible
+from capture.storage.target import no_empty_directory
 from capture.storage.upload import HubDataset, refuse_existing, upload
 from capture.text.limits import positive
 from capture.text.printable import quoted
@@ -147,7 +149,8 @@ def _check_target(to: str, *, overwrite: bool) -> None:
         if not (overwrite and HubDataset.parse(to)):
             refuse_existing(to)
         return
-    path = Path(to)
+    with _writing(to):
+        path = possible(to)
     if is_archive(to) and not path.is_dir():
         raise CaptureError(f"{to} is an archive: share into a directory with `to=`, and pack that")
     if not os.path.lexists(path):
@@ -210,13 +213,14 @@ def _staging(to: str) -> Iterator[Path]:
             yield Path(temporary)
         return
     target = Path(to).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    directory = target.parent / f".{secrets.token_hex(8)}.part"
-    directory.mkdir()
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with no_empty_directory(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        directory = target.parent / f".{secrets.token_hex(8)}.part"
+        directory.mkdir()
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _copied(entry: FileEntry, directory: Path) -> FileEntry:

@@ -34,11 +34,10 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
 from capture.storage.journal import JournalContents, call_files, journals, stem_of
 from capture.storage.json_data import parsed, required, shown
-from capture.storage.locations import cached_copy_of
+from capture.storage.locations import cached_copy_of, where_instead
 from capture.storage.merging import Merging
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
-from capture.text.printable import quoted
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,9 @@ class Dataset(Sequence[AttentionCall]):
         if not dataset.entries:
             reasons = [dataset.note, *(str(each.error) for each in dataset.damaged[:3])]
             why = "; ".join(filter(None, reasons))
-            remedy = f"; record some with `capture --model NAME --out {quoted(dataset.directory)}`"
             raise DatasetError(
                 f"{dataset.address}: holds no recorded calls{why and f' ({why})'}"
-                f"{remedy if cached_copy is None else ''}"
+                f"{where_instead(dataset.directory) if cached_copy is None else ''}"
             )
         return dataset
 

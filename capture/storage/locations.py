@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from capture.errors import DatasetError
 from capture.storage import cache, remote
 from capture.storage.archives import ENDINGS, Archive, is_archive
 from capture.storage.cached_copy import CachedCopy, ProgressReport, no_report
+from capture.storage.names import is_of_dataset
 from capture.text.printable import quoted
 
 
@@ -33,21 +37,42 @@ def directory_of(where: str | Path) -> Path | None:
     path = Path(where)
     if remote.is_address(where):
         return None
-    if path.is_file():
+    # Unlike the methods of `Path`, these functions also take a name that is too long.
+    if os.path.isfile(path):
         if is_archive(path.name):
             return None
         raise DatasetError(
             f"{where}: is a file: give a directory that `capture` wrote, or an archive of one "
             f"({', '.join(ENDINGS)})"
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         return path
-    if is_archive(path.name) and not path.exists():
+    if is_archive(path.name) and not os.path.exists(path):
         raise DatasetError(f"{where}: no such archive; check the path")
-    raise DatasetError(
-        f"{path}: no such directory; record into it with "
-        f"`capture --model NAME --out {quoted(path)}`"
-    )
+    remedy = _did_you_mean(get_close_matches(path.name, _recordings(path.parent), 1), path.parent)
+    remedy = remedy or f"; record into it with `capture --model NAME --out {quoted(path)}`"
+    raise DatasetError(f"{path}: no such directory{remedy}")
+
+
+def where_instead(directory: Path) -> str:
+    """Return what to do about a directory without recorded calls, as the end of a sentence."""
+    inside = _did_you_mean(_recordings(directory)[:5], directory)
+    return inside or f"; record some with `capture --model NAME --out {quoted(directory)}`"
+
+
+def _did_you_mean(names: Sequence[str], parent: Path) -> str:
+    found = " or ".join(str(parent / name) for name in names)
+    return f": did you mean {found}?" if found else ""
+
+
+def _recordings(parent: Path) -> list[str]:
+    """Return the names of the subdirectories that hold a recording."""
+    found = []
+    with contextlib.suppress(OSError):  # the parent may be missing or unreadable
+        for entry in sorted(parent.iterdir()):
+            if entry.is_dir() and any(map(is_of_dataset, os.listdir(entry))):
+                found.append(entry.name)
+    return found
 
 
 def why_read_only(where: str | Path) -> str:
@@ -55,6 +80,6 @@ def why_read_only(where: str | Path) -> str:
     where = os.fspath(where)
     if remote.is_address(where):
         return f"{remote.without_secrets(where)} is an address, which is read-only"
-    if is_archive(where.rstrip("/")) and not Path(where).is_dir():
+    if is_archive(where.rstrip("/")) and not os.path.isdir(where):
         return f"{where} is an archive, which is read-only"
     return ""

@@ -14,14 +14,26 @@ from capture.errors import DatasetError
 _CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+def possible(path: str | os.PathLike[str]) -> Path:
+    """Return a path; refuse one that no file can have, for which Python raises ValueError.
+
+    Raises:
+        OSError: the path contains a null character, or half of a surrogate pair.
+    """
+    try:
+        is_possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise OSError(errno.EINVAL, "no file can have this name", os.fspath(path))
+    return Path(path)
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
     """Open a regular file for reading and yield its descriptor."""
-    try:
-        with refusing(path):
-            descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
-    except ValueError as error:  # a null character, or half of a surrogate pair
-        raise DatasetError(f"invalid file name ({error})", path) from error
+    with refusing(path):
+        descriptor = os.open(possible(path), os.O_RDONLY | _CAREFULLY)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise DatasetError("not a regular file", path)

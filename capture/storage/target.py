@@ -21,6 +21,7 @@ from capture.storage.journal import Journal, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import JOURNAL
+from capture.storage.plain_files import possible
 from capture.storage.repair import finish
 from capture.text.printable import quoted
 
@@ -45,13 +46,13 @@ class CaptureTarget:
             raise CaptureError("the directory's name is empty; give one with `out=`")
         cls.refuse_read_only(out)
         try:
-            target = cls(Path(out).absolute(), model, overwrite)
+            target = cls(possible(out).absolute(), model, overwrite)
             target.directory.mkdir(parents=True, exist_ok=True)
             if not os.access(target.directory, os.W_OK | os.X_OK):
                 raise CaptureError(_cannot_write(out))
             target._refuse_active()
             target._replaces(Dataset.open_or_new(target.directory))
-        except (OSError, ValueError) as error:  # a ValueError for an invalid name
+        except OSError as error:
             raise CaptureError(_cannot_write(out, error)) from error
         return target
 
@@ -132,6 +133,16 @@ class CaptureTarget:
         finally:
             journal.close()
         return problems
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Close the journal at the end of the block, so that a later capture can finish this one
+        although a second Ctrl-C interrupted its end."""
+        try:
+            yield
+        finally:
+            if self._journal is not None:
+                self._journal.close()
 
     def abandon(self) -> None:
         """Close the journal in a forked child process; the parent continues the capture."""

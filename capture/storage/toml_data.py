@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from capture.storage.plain_files import possible
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -21,7 +23,7 @@ def read_tables(path: Path) -> dict[str, Any]:
         ValueError: the file is not TOML; the message gives the reason.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(possible(path).read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if any(not -(2**63) <= number < 2**63 for number in _integers(tables)):

@@ -108,12 +108,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """Verdict on an output, with its reasons and errors."""
+    """Verdict on an output, with its reason and errors."""
 
-    passed: bool
     sentence: str
     errors: Errors
+    tolerance_ratio: float
+    """Largest of the judged errors, each divided by its limit: 0 if no element is finite, infinite
+    for elements that are NaN or infinite in only one of output and reference."""
     rows: RowErrors = field(repr=False, compare=False)
+
+    @property
+    def passed(self) -> bool:
+        return self.tolerance_ratio <= 1
 
     @property
     def spoilt_rows(self) -> int:
@@ -164,28 +170,30 @@ def judge(
     found = row_errors(output, expected.reference, exposed)
     errors = found.errors()
     if errors.mismatched_nonfinite:
-        passed, sentence = (
-            False,
+        ratio, sentence = (
+            math.inf,
             f"{errors.mismatched_nonfinite} elements are NaN or infinite in the output and not in "
             f"the reference, or the other way round ({errors.nan_count} NaN and "
             f"{errors.inf_count} infinite in the output)",
         )
     elif not found.has_figures:
-        passed, sentence = True, "nothing to compare: no element is finite"
+        ratio, sentence = 0.0, "nothing to compare: no element is finite"
     elif accuracy_class == "quantised":
-        passed, sentence = _judge_quantised(found, errors, expected, thresholds.quantised)
+        ratio, sentence = _judge_quantised(found, errors, expected, thresholds.quantised)
     else:
         factors = thresholds.sparse if accuracy_class == "sparse" else thresholds.exact
-        passed, sentence = _judge_largest(errors, expected.tolerance, factors)
+        ratio, sentence = _judge_largest(errors, expected.tolerance, factors)
         if expected.tolerance.rows is not None:
-            rows_passed, rows = _judge_rows(found, expected.tolerance.rows, factors)
-            bias = _bias(found, expected.tolerance.rows, factors) if rows_passed else ""
-            passed, sentence = passed and rows_passed and not bias, f"{sentence}; {rows}{bias}"
+            of_rows, rows = _judge_rows(found, expected.tolerance.rows, factors)
+            of_bias, bias = _judge_bias(found, expected.tolerance.rows, factors)
+            ratio = max(ratio, of_rows, of_bias)
+            sentence = f"{sentence}; {rows}{bias if of_rows <= 1 else ''}"
+        sentence = f"{_times(ratio)} its tolerance: {sentence}"
         if accuracy_class == "sparse":
             sentence = f"on the keys it chose, {sentence}"
-    if not passed and (overflow := expected.overflow(found)):
+    if ratio > 1 and (overflow := expected.overflow(found)):
         sentence = f"{overflow}; {sentence}"
-    return OutputVerdict(passed, sentence, errors, found)
+    return OutputVerdict(sentence, errors, ratio, found)
 
 
 def _exposed(call: AttentionCall) -> Tensor | None:
@@ -195,47 +203,41 @@ def _exposed(call: AttentionCall) -> Tensor | None:
 
 def _judge_largest(
     errors: Errors, tolerance: Tolerance, factors: ExactThresholds
-) -> tuple[bool, str]:
+) -> tuple[float, str]:
     limit = tolerance.limit(factors)
-    noise = factors.rounding_factor * tolerance.noise
-    sources = (
-        f"{factors.rounding_factor:g} × {tolerance.noise:.2g} (rounding of its worst row)"
-        if noise >= limit > 0
-        else f"{factors.same_dtype_factor:g} × {tolerance.same_dtype_error:.2g} (same-dtype eager) "
-        f"+ {tolerance.rounding:.2g} (rounding)"
-    )
-    passed = errors.max_abs <= limit
-    return passed, (f"max abs error {errors.max_abs:.2g} {_within(passed)} {limit:.2g} = {sources}")
+    ratio = _ratio(errors.max_abs, limit)
+    return ratio, f"max abs error {errors.max_abs:.2g} {_within(ratio)} {limit:.2g}"
 
 
 def _judge_rows(
     found: RowErrors, allowed: RowTolerance, factors: ExactThresholds
-) -> tuple[bool, str]:
-    limits = allowed.limits(factors)
-    place, length, limit = _worst(found.lengths, limits)
-    passed = not length > limit
+) -> tuple[float, str]:
+    place, length, limit, ratio = _worst(found.lengths, allowed.limits(factors))
+    return ratio, _of_worst_row(place, length, limit, ratio)
+
+
+def _of_worst_row(place: tuple[int, ...], length: float, limit: float, ratio: float) -> str:
     batch, head, query = place
-    eager, noise = float(allowed.eager[batch, head, 0]), float(allowed.noise[place])
-    return passed, (
-        f"worst row (batch {batch}, head {head}, query {query}): error {length:.2g} "
-        f"{_within(passed)} {limit:.2g} = ({factors.rounding_factor:g} + "
-        f"{factors.same_dtype_factor:g} × {eager:.2g} of same-dtype eager) × {noise:.2g} (rounding)"
+    return (
+        f"worst row (batch {batch}, head {head}, query {query}): error norm {length:.2g} "
+        f"{_within(ratio)} {limit:.2g}"
     )
 
 
-def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> str:
-    """Return a sentence about the common error of a head's rows; empty if rounding explains it."""
+def _judge_bias(
+    found: RowErrors, allowed: RowTolerance, factors: ExactThresholds
+) -> tuple[float, str]:
     lengths = found.reference_lengths
     limits = allowed.bias_limits(lengths, factors)
     known = (allowed.noise.to(lengths.device) * lengths).isfinite() & found.along.isfinite()
     biases = found.along.masked_fill(~known, 0.0).sum(-1)
-    place, bias, limit = _worst(biases.abs(), limits)
-    if not bias > limit:
-        return ""
+    place, bias, limit, ratio = _worst(biases.abs(), limits)
+    if ratio <= 1:  # rounding explains it
+        return ratio, ""
     batch, head = place
     unit = float(lengths[batch, head].masked_fill(~known[batch, head], 0.0).square().sum())
     size = "long" if biases[place] > 0 else "short"
-    return (
+    return ratio, (
         f"; the rows of batch {batch}, head {head} err alike: together {100 * bias / unit:.2g}% "
         f"too {size}, where rounding is within {100 * limit / unit:.2g}%"
     )
@@ -243,35 +245,39 @@ def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> 
 
 def _judge_quantised(
     found: RowErrors, errors: Errors, expected: Expected, factors: QuantisedThresholds
-) -> tuple[bool, str]:
+) -> tuple[float, str]:
     largest, noise = factors.maximum_relative_l1, expected.quantised
     source = ""
     if noise is not None and (limit := noise.whole_limit(factors)) < largest:
         largest, source = limit, " (8-bit attention)"
-    cosine_passed = errors.cosine >= factors.minimum_cosine
-    error_passed = errors.relative_l1 <= largest
-    passed = cosine_passed and error_passed
+    of_cosine = _ratio(max(1 - errors.cosine, 0.0), 1 - factors.minimum_cosine)
+    of_error = _ratio(errors.relative_l1, largest)
     sentence = (
-        f"cosine {errors.cosine:.5f} is {'at least' if cosine_passed else 'below'} "
+        f"cosine {errors.cosine:.5f} is {'at least' if of_cosine <= 1 else 'below'} "
         f"{factors.minimum_cosine:g}, relative L1 {errors.relative_l1:.2g} "
-        f"{_within(error_passed)} {largest:.2g}{source}"
+        f"{_within(of_error)} {largest:.2g}{source}"
     )
     if noise is None:
-        return passed, sentence
-    (batch, head), error, limit = _worst(found.head_errors, noise.head_limits(factors))
-    head_passed = not error > limit
-    place, length, row_limit = _worst(found.lengths, noise.row_limits(factors))
-    row_passed = not length > row_limit
-    return passed and head_passed and row_passed, (
+        return max(of_cosine, of_error), sentence
+    (batch, head), error, limit, of_head = _worst(found.head_errors, noise.head_limits(factors))
+    place, length, row_limit, of_row = _worst(found.lengths, noise.row_limits(factors))
+    return max(of_cosine, of_error, of_head, of_row), (
         f"{sentence}; worst head (batch {batch}, head {head}): relative L1 {error:.2g} "
-        f"{_within(head_passed)} {limit:.2g} (8-bit attention there); worst row (batch {place[0]}, "
-        f"head {place[1]}, query {place[2]}): error {length:.2g} {_within(row_passed)} "
-        f"{row_limit:.2g} (8-bit attention in that head)"
+        f"{_within(of_head)} {limit:.2g} (8-bit attention there); "
+        f"{_of_worst_row(place, length, row_limit, of_row)} (8-bit attention in that head)"
     )
 
 
-def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, float]:
-    """Return the index, error and limit of the largest error in units of its limit.
+def _ratio(error: float, limit: float) -> float:
+    """Return error / limit: infinite for NaN, and for any error if the limit is 0."""
+    if error == 0:
+        return 0.0
+    ratio = error / limit if limit > 0 else math.inf
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, float, float]:
+    """Return the index, error, limit and error / limit of the largest error relative to its limit.
 
     A limit of NaN means that there is no limit.
     """
@@ -279,8 +285,15 @@ def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, floa
     shares = (errors / limits).nan_to_num(nan=-math.inf, posinf=math.inf)
     shares = shares.masked_fill((errors == 0) | limits.isnan(), 0.0)
     place = unravelled(int(shares.argmax()), shares.shape)
-    return place, float(errors[place]), float(limits[place])
+    return place, float(errors[place]), float(limits[place]), float(shares[place])
 
 
-def _within(passed: bool) -> str:
-    return "is within" if passed else "exceeds"
+def _times(ratio: float) -> str:
+    """Return a ratio with three digits, such as `1.25 ×` or `126,000 ×`."""
+    if math.isinf(ratio):
+        return "∞ ×"
+    return f"{float(f'{ratio:.3g}'):,.0f} ×" if ratio >= 100 else f"{ratio:.3g} ×"
+
+
+def _within(ratio: float) -> str:
+    return "is within" if ratio <= 1 else "exceeds"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from capture.errors import DatasetError
 from capture.storage.arrivals import shown_arrivals
 from capture.storage.listing import listed_files
-from capture.storage.locations import directory_of
+from capture.storage.locations import directory_of, where_instead
 from capture.storage.names import is_of_dataset
-from capture.text.printable import quoted
 from replay.api.chosen_device import ChoiceError
 from replay.workloads.call_names import chosen_names
-from replay.workloads.call_sizes import Sizes, sizes_of
+from replay.workloads.call_sizes import Sizes, combinations
+from replay.workloads.suites import name_of, sizes_of
 
 if TYPE_CHECKING:
     from capture.call.attention_call import AttentionCall
@@ -71,10 +71,7 @@ class RecordedCalls(CallChoice):
             return
         directory = directory_of(self.where)
         if directory is not None and not any(map(is_of_dataset, os.listdir(directory))):
-            raise DatasetError(
-                f"{self.where}: holds no recorded calls; record some with "
-                f"`capture --model NAME --out {quoted(directory)}`"
-            )
+            raise DatasetError(f"{self.where}: holds no recorded calls{where_instead(directory)}")
         if directory is None or self.names is None or self.join_ranks:
             return
         if files := listed_files(directory):
@@ -157,19 +154,22 @@ class RandomValues(CallChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomCall(RandomValues):
-    """One random call of any shape; the sizes are those of `replay.workloads.random_calls.Spec`."""
+class RandomCalls(RandomValues):
+    """Random calls of any shapes: one for each combination of the sizes.
 
-    batch: int = 1
-    q_heads: int = 16
-    kv_heads: int | None = None
-    """Number of key heads; None for the number of query heads."""
-    q_len: int = 1024
-    kv_len: int | None = None
-    """Key length; None for the query length."""
-    head_dim: int = 64
-    v_head_dim: int | None = None
-    """Head dimension of the value; None for `head_dim`."""
+    The sizes are those of `replay.workloads.call_sizes.combinations`.
+    """
+
+    batch: tuple[int, ...] = (1,)
+    q_heads: tuple[int, ...] = (16,)
+    kv_heads: tuple[int, ...] | None = None
+    """Numbers of key heads; None for the number of query heads."""
+    q_len: tuple[int, ...] = (1024,)
+    kv_len: tuple[int, ...] | None = None
+    """Key lengths; None for the query length."""
+    head_dim: tuple[int, ...] = (64,)
+    v_head_dim: tuple[int, ...] | None = None
+    """Head dimensions of the value; None for `head_dim`."""
 
     def check(self) -> None:
         self._sizes()
@@ -178,25 +178,27 @@ class RandomCall(RandomValues):
         from replay.workloads import random_calls
 
         dtype = random_calls.dtype(self.dtype)
-        return self._calls("random", [random_calls.Spec(**vars(self._sizes()), dtype=dtype)])
+        specs = [random_calls.Spec(**vars(sizes), dtype=dtype) for sizes in self._sizes()]
+        return self._calls("random", specs)
 
-    def _sizes(self) -> Sizes:
-        return Sizes(
+    def _sizes(self) -> list[Sizes]:
+        return combinations(
             batch=self.batch,
             q_heads=self.q_heads,
-            kv_heads=self.q_heads if self.kv_heads is None else self.kv_heads,
+            kv_heads=self.kv_heads,
             q_len=self.q_len,
-            kv_len=self.q_len if self.kv_len is None else self.kv_len,
+            kv_len=self.kv_len,
             head_dim=self.head_dim,
-            v_head_dim=self.head_dim if self.v_head_dim is None else self.v_head_dim,
+            v_head_dim=self.v_head_dim,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteCalls(RandomValues):
-    """Calls of a published list of shapes."""
+    """Calls of a published list of shapes, or of one in a file."""
 
     suite: str
+    """Name of a published suite, or path of a `.toml` file."""
     max_seq: int | None = None
     """Maximum sequence length; longer shapes are left out."""
 
@@ -206,4 +208,5 @@ class SuiteCalls(RandomValues):
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
         from replay.workloads import random_calls
 
-        return self._calls(self.suite, random_calls.suite(self.suite, self.dtype, self.max_seq))
+        shapes = random_calls.suite(self.suite, self.dtype, self.max_seq)
+        return self._calls(name_of(self.suite), shapes)

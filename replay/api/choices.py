@@ -6,13 +6,15 @@ Worker processes start before this process imports PyTorch, so the choices must 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from attention_replay.errors import check_type
+from capture.storage.plain_files import possible
 from replay.api.call_choices import CallChoice
 from replay.api.chosen_device import ChoiceError, check_name
 from replay.api.chosen_kernels import check_kernels
@@ -188,7 +190,7 @@ def _made(directory: Path) -> Path:
     """Create a directory; return its absolute path, as kernels may change the current directory."""
     directory = directory.absolute()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        possible(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ChoiceError(
             f"cannot write --save-output {directory} ({error.strerror}): name another directory"
@@ -200,6 +202,7 @@ def joined_names(names: str | Sequence[Any] | None) -> str | None:
     """Return names of kernels or calls as one comma-separated string."""
     if names is None or isinstance(names, str):
         return names
+    check_type("kernels or calls", names, (Iterable,), "a text or a list of names")
     if functions := [name for name in names if isinstance(name, FunctionType)]:
         raise ChoiceError(
             f"kernels have names: register {functions[0].__name__} with register_kernel"

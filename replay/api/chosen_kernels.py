@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from capture.large_imports import import_large
 from replay.api.chosen_device import ChoiceError
 from replay.kernels.declared_arguments import SignatureError, check_source
-from replay.kernels.kernel_names import look_known, parts
+from replay.kernels.kernel_names import function_of, look_known, parts
 
 if TYPE_CHECKING:
     import torch
@@ -19,25 +20,26 @@ if TYPE_CHECKING:
     from replay.workers.execution import Execution
 
 
-def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
+def check_kernels(
+    names: str | None, special: Sequence[str], *, parse_files: bool = True, guess: bool = True
+) -> None:
     """Raise Error if a kernel is unknown, or its file cannot be parsed or its function called.
-
-    PyTorch is imported only if a name seems to be unknown.
 
     Args:
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
         parse_files: True if this Python runs the kernels, so it must be able to parse their files.
+        guess: True to import PyTorch only if a name seems to be unknown, which misses some.
     """
     patterns = ",".join(filter(None, (names, *special)))
     for name in parts(patterns) if parse_files else []:
         path, _, function = name.rpartition(":")
         if not path.endswith(".py"):
             continue
-        if not Path(path).is_file():
+        if not os.path.isfile(path):
             raise ChoiceError(f"no kernel {name!r}: there is no file {path}")
         try:
-            check_source(ast.parse(Path(path).read_bytes()), function)
+            check_source(ast.parse(Path(path).read_bytes()), function_of(path, function))
         except SyntaxError as error:
             where = f"{path}, line {error.lineno}"
             raise ChoiceError(f"no kernel {name!r}: {where}: {error.msg}") from error
@@ -45,7 +47,7 @@ def check_kernels(names: str | None, special: Sequence[str], *, parse_files: boo
             raise ChoiceError(f"no kernel {name!r}: {error}") from error
         except (OSError, ValueError, RecursionError):
             pass  # importing the file will tell
-    if look_known(patterns):
+    if guess and look_known(patterns):
         return
     import_large("torch")
     from replay.kernels.registry import find, select

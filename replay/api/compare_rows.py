@@ -15,7 +15,7 @@ from replay.comparison.comparison import compare as compare_runs
 from replay.comparison.row_matching import ComparisonError, Run, read_run
 from replay.comparison.speed_change import Basis
 from replay.comparison.spread import read_spread
-from replay.report.comparison.markdown import to_markdown
+from replay.report.comparison.comment import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import sections
 
@@ -37,7 +37,7 @@ class ComparedRuns(Comparison):
         return text.getvalue().rstrip()
 
     def _repr_markdown_(self) -> str:
-        return to_markdown([sections(self)])
+        return to_markdown([self])
 
 
 def compare(

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from replay.workloads.workload import Workload
 
 
+REPLACEMENTS = "another kernel"
+"""Task that follows the examinations: to find a right kernel for calls with a wrong one."""
+
+
 class Pipeline(Protocol):
     """The interface of a diffusers pipeline that `doctor` requires."""
 
@@ -144,7 +148,8 @@ def examine_recording(
                 found.tell = _first_of_each_kind()
             able = able_kernels(joined_names(kernels), place, timeout, workers=workers)
             tasks = [f"{call.name}, {kernel.name}" for call in chosen.workloads for kernel in able]
-            with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=quiet) as report:
+            pace = Pace(dict.fromkeys([*tasks, REPLACEMENTS], 1.0))
+            with shown_progress(pace, quiet=quiet) as report:
                 return diagnose(
                     chosen.workloads,
                     able,
@@ -223,9 +228,12 @@ def _probed(
         environment.close()
 
 
-def one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
-    """Return a progress function for tasks (a kernel on a call), which run one at a time."""
-    from replay.bench.runner import DONE
+def one_by_one(report: Progress, tasks: Sequence[str]) -> Callable[[Workload, str], None]:
+    """Return a progress function for tasks (a kernel on a call), which run one at a time.
+
+    All other work is reported as the task `REPLACEMENTS`.
+    """
+    from replay.bench.reported_stages import DONE
 
     at_work: list[Workload] = []
 
@@ -234,6 +242,9 @@ def one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
             report(task, DONE)
         task = replace(workload, name=f"{workload.name}, {kernel}")
         at_work[:] = [task] if task.name in tasks else []
-        report(task, "examining")
+        if at_work:
+            report(task, "examining")
+        else:
+            report(replace(workload, name=REPLACEMENTS, on=""), workload.name)
 
     return reached

@@ -23,7 +23,7 @@ def export(
     """Write a plan in the form that another library loads, and report what is lost.
 
     Args:
-        plan: a file written by `replay plan`, or a `Plan`.
+        plan: a file written by `replay tune` or `replay plan`, or a `Plan`.
         to: the library: `diffusers`, `transformers`, `comfyui` or `xdit`.
         out: the file to write, such as `attention_plan.py`; `-` for stdout, None for no file.
         steps: number of denoising steps, 1 to 10,000, which only `xdit` needs.
@@ -43,7 +43,10 @@ def export(
         raise PlanError(f"unknown target {to!r}: choose from {', '.join(TARGETS)}")
     target = TARGETS[to]
     if target.needs_number_of_steps and steps is None:
-        raise PlanError(f"{to} has a kernel for each denoising step: give their number as steps")
+        raise PlanError(
+            f"{to} has a kernel for each denoising step: give their number by --steps 50 or "
+            "steps=50"
+        )
     if not target.needs_number_of_steps and steps is not None:
         raise PlanError(f"a plan for {to} does not depend on the number of steps: leave out steps")
     if steps is not None and not 1 <= steps <= MOST_STEPS:

@@ -28,6 +28,8 @@ class Outcome:
     """True if the rows were measured in the order of `all_rows`."""
     left_out: str
     """Description of the work that there was no time for; empty if nothing is missing."""
+    why_left_out: str
+    """Reason why there was no time, with the time limit; empty without a limit."""
 
 
 def of_complete_calls(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
+from capture.storage.plain_files import possible
 from replay.api.messages import say
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class ModelRequest:
         _ = self.words
         names = [] if self.loaded_plan is None else self.loaded_plan.code
         for file in [code.rpartition(":")[0] for code in names]:
-            if not Path(file).is_file():
+            if not os.path.isfile(file):
                 raise RecordingError(
                     f"{self.plan} names a kernel in {file}, which does not exist: put it "
                     "there, or make the plan again with `replay plan`"
@@ -95,7 +96,7 @@ def text_of(option: str, path: str, content: str) -> str:
         RecordingError: the text cannot be read, or is empty.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = possible(path).read_text(encoding="utf-8")
     except OSError as error:
         reason = f"cannot read {option} {path}: {error.strerror}"
         raise RecordingError(f"{reason}; name a file with {content}") from error

@@ -133,7 +133,7 @@ def measured(request: ReplayRequest, progress: bool | None = None) -> Rows:
             pass
         outcome = session.outcome()
     if outcome.left_out and not quiet:
-        say(outcome.left_out)
+        say(f"{outcome.why_left_out}: {outcome.left_out}")
     return Rows(outcome.rows)
 
 

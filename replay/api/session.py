@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from replay.api.chosen_device import device_of
 from replay.api.chosen_kernels import able_kernels, chosen_kernels
 from replay.api.messages import say
 from replay.api.outcome import Outcome, left_out, of_complete_calls
+from replay.api.run_stamp import RunStamp
 from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit, in_words
 from replay.kernels.registered_functions import sources
+from replay.timing.defaults import MINIMUM_ROUNDS
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 30.0
-"""Minimum expected seconds of a replay without a time limit to be announced."""
-
-NOT_COMPARED = ("--rounds", "--max-seconds", "--seed", "--metric resources")
-"""Options that rows do not record, so `--resume` cannot detect that they changed."""
+"""Minimum expected seconds of a replay without a time limit to be announced on a terminal."""
 
 
 class Session:
@@ -79,7 +79,9 @@ class Session:
         self._early = early
         self._quiet = quiet
         self._where: Execution
+        self._stamp: RunStamp
         self._rows: list[Row] = []
+        self._pace: Pace | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
@@ -93,6 +95,7 @@ class Session:
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         request, place = self.request, self.request.place
+        self._stamp = RunStamp.now()  # before a kernel can change the current directory
         cluster = None
         first = self._early
         if place.ray is not None:
@@ -122,6 +125,8 @@ class Session:
         self.workloads = found.workloads
         if found.note:
             say(found.note)
+        if not self._quiet and (rounds := request.measure.rounds) < MINIMUM_ROUNDS:
+            say(f"--rounds {rounds} cannot decide a speed-up: give at least {MINIMUM_ROUNDS}")
         if not self._quiet and (unread := self._no_readings()):
             say(unread)
         from replay.workers.execution import assigned
@@ -169,7 +174,7 @@ class Session:
 
     def rows(self) -> Generator[Row, None, None]:
         """Yield rows when their call is finished, except rows of a resumed file."""
-        from replay.distribution.estimate import Rates, expected_seconds, together
+        from replay.distribution.estimate import Rates, expected_seconds, kernel_work, together
 
         calls = self._calls
         if self.request.resume is not None:
@@ -177,19 +182,27 @@ class Session:
         if not calls:
             return
         able = {name: able_kernels(kernels, self.device) for name, kernels in self.assigned.items()}
-        expected = expected_seconds(calls, able, self.settings, Rates.of(self.device))
-        pace = Pace(expected, self._where.at_a_time)
+        rates = Rates.of(self.device)
+        expected = expected_seconds(calls, able, self.settings, rates)
+        # The nodes of a cluster report no kernels.
+        work = kernel_work(calls, able) if self.request.place.ray is None else None
+        pace = Pace(expected, self._where.at_a_time, kernels=work, limit=self.limit)
+        self._pace = pace
         seconds = together([*expected.values()], pace.at_a_time)
         is_long = self.limit.seconds is not None or seconds >= LONG_SECONDS
-        if is_long and not self._quiet:
+        is_silent = not sys.stderr.isatty()  # so no progress is shown
+        if (is_long or is_silent) and not self._quiet:
             kernels = len({kernel.name for group in able.values() for kernel in group})
             say(self._announced(calls, kernels, seconds))
         with contextlib.closing(self._measured(calls, pace)) as measured:
-            for row in measured:
+            for measured_row in measured:
+                row = replace(measured_row, **self._stamp._asdict())
                 self._rows.append(row)
                 if row.first_call_ms is not None:
                     logger.info("first call of %s: %.1f ms", row.id, row.first_call_ms)
                 yield row
+        if is_silent and not self._quiet:
+            say(f"the replay took {in_words(pace.elapsed)}")
 
     def outcome(self, *, is_early_end: bool = False) -> Outcome:
         """Return the results that the session has measured so far.
@@ -207,7 +220,19 @@ class Session:
             shown = of_complete_calls(in_order, self.assigned, self.machines)
         is_in_order = [id(row) for row in in_order] == [id(row) for row in self._rows]
         missing = left_out(self._calls, shown, self.machines, self.assigned)
-        return Outcome(shown, in_order, is_in_order, missing)
+        return Outcome(shown, in_order, is_in_order, missing, self._why_left_out())
+
+    def _why_left_out(self) -> str:
+        """Return the reason why calls are left out; empty without a time limit."""
+        limit = self.limit.seconds
+        first = 0.0 if self._pace is None else self._pace.first_call_seconds
+        if limit is None:
+            return ""
+        if first > limit:
+            return (
+                f"the first call took {in_words(first)}, longer than the limit of {in_words(limit)}"
+            )
+        return f"to end within {in_words(limit)}"
 
     @property
     def _calls(self) -> list[Workload]:
@@ -229,8 +254,8 @@ class Session:
             count = len(self._calls) - len(left)
             are = "1 call is" if count == 1 else f"{count} calls are"
             say(
-                f"{are} kept as measured before, even if {', '.join(NOT_COMPARED)} changed; "
-                f"{len(left)} to go"
+                f"{are} kept as measured before, with the rounds, seconds, seed and resources of "
+                f"that time; {len(left)} to go"
             )
         return kept, left
 
@@ -243,8 +268,7 @@ class Session:
 
         def is_in_time(call: Workload) -> bool:
             # An estimate can be far off, so it leaves out no call before times correct it.
-            scale = pace.scale if pace.is_reliable else None
-            return not pace.done or self.limit.allows(pace.expected[call.label] * (scale or 0.0))
+            return not pace.finished or self.limit.allows(pace.seconds([call.label]))
 
         order = None  # without a limit every call runs, in any order
         if self.limit.seconds is not None:
@@ -254,7 +278,7 @@ class Session:
         expected = [pace.expected[call.label] for call in calls]
         schedule = Schedule(calls, order, is_in_time, expected)
         with (
-            self.limit.watched(lambda: pace.done),
+            self.limit.watched(lambda: pace.finished),
             shown_progress(pace, quiet=self._quiet) as report,
             contextlib.suppress(Stopped),
         ):

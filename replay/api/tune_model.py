@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from attention_replay.errors import Error, check_type
 from replay.api.choices import joined_names
 from replay.api.chosen_kernels import check_kernels
 from replay.api.tuning_stages import Stages
@@ -80,6 +82,7 @@ def tune(
     Raises:
         Error: an argument cannot be used, the model's own outputs differ by more than the budget,
             or another tuning is writing this plan.
+        TypeError: an argument is of the wrong type.
 
     Example:
         >>> tuning = tune(pipe, lambda: pipe("a panda", generator=seeded()), quality="psnr=35")
@@ -87,6 +90,9 @@ def tune(
         >>> with use_plan(tuning.plan):
         ...     pipe("a panda playing guitar")
     """
+    from replay.tune.judged_runs import check_arguments
+
+    check_arguments(run, prompts)
     return tune_runnable(
         live_runnable(pipe, run, name),
         quality,
@@ -103,13 +109,14 @@ def live_runnable(pipe: Any, run: Callable[..., Any], name: str | None) -> Any:
     """Return the runnable (`models.Runnable`) of a live model and a function that runs it.
 
     Raises:
-        TypeError: `pipe` contains no module.
+        TypeError: `pipe` contains no module, or `run` is not a function.
     """
     from torch import nn
 
     from capture.hooks.modules import roots_of
     from capture.models_package import import_models
 
+    check_type("run", run, (Callable,), "a function that runs the model")  # type: ignore[arg-type]
     return import_models().Runnable(
         name=name or type(pipe).__name__,
         roots=roots_of(pipe),
@@ -144,9 +151,14 @@ def tune_runnable(
     from replay.tune.judged_runs import judged_runs
     from replay.tune.quality import parse_quality
 
+    check_type("out", out, (str, os.PathLike), "the path of a file")
+    if os.path.isdir(out):
+        raise Error(f"the plan cannot be written to the directory {out}: name a file")
+    check_type("max_time", max_time, (int, float, NoneType), "a number of seconds")
+    check_type("rounds", rounds, (int,), "a number of samples")
     began = time.monotonic()
     budget = parse_quality(quality)
-    check_kernels(kernels, [], parse_files=True)
+    check_kernels(kernels, [], guess=False)
     runs = judged_runs(runnable, prompts, text)
     settings = {
         **runnable.settings,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attention_replay.errors import check_type
 from replay.api.choices import joined_names
 from replay.api.messages import say
 from replay.api.tune_model import live_runnable, tune_runnable
@@ -64,6 +65,7 @@ def tuned(
     Raises:
         Error: an argument cannot be used, the model cannot be tuned, or its plan not be applied.
         RuntimeError: a plan is applied already, or a recording or swap is active.
+        TypeError: an argument is of the wrong type.
 
     Example:
         >>> applied = tuned(pipe, lambda: pipe("a panda", generator=seeded()), quality="psnr=35")
@@ -73,11 +75,14 @@ def tuned(
     """
     from capture.storage.cache import user_cache
     from replay.tune.conditions import conditions, digest_of
-    from replay.tune.judged_runs import judged_runs
+    from replay.tune.judged_runs import check_arguments, judged_runs
     from replay.tune.quality import parse_quality
 
+    if directory is not None:
+        check_type("directory", directory, (str, os.PathLike), "the path of a directory")
     names, quiet = joined_names(kernels), progress is False
     budget = str(parse_quality(quality))
+    check_arguments(run, prompts)
     runs = judged_runs(live_runnable(pipe, run, name), prompts, None)
     roots = runs.runnable.roots
     now = conditions(roots, _census(runs.runnable), budget, names, runs.names)
@@ -87,7 +92,7 @@ def tuned(
         return _applied(plan, roots, names)
     path = store / f"{digest_of(now)}.json"
     verdict = path.with_suffix(".txt")
-    if verdict.is_file():
+    if os.path.isfile(verdict):
         return _own_attention(verdict.read_text(encoding="utf-8"), quiet=quiet)
     if not quiet:
         say(reason)
@@ -128,7 +133,7 @@ def _stored(store: Path, model: str, now: Mapping[str, str]) -> tuple[Plan | Non
     from replay.tune.conditions import changes
 
     differing: list[list[str]] = []
-    for path in sorted(store.glob("*.json")):
+    for path in sorted(store.glob("*.json")) if os.path.isdir(store) else []:
         with contextlib.suppress(PlanError):  # the directory may hold other files
             plan = Plan.load(path)
             if plan.measured is None or plan.model != model:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ def recorded(
                 continue
             if changed := difference(capture.census, counts):
                 raise TuningError(f"{changed}, or delete {files.path}")
+            if not quiet:
+                say(f"going on with the recording, the rows and the judged plans in {files.path}")
             return capture
     _record(runnable, run, files, counts, quiet)
     return Dataset.open(str(files.recording)).captures[0]
@@ -80,18 +83,33 @@ def _record(
         )
     if not quiet:
         say(f"recording: {disk} ({human_bytes(free)} free)")
-    with record(
-        runnable.roots if runnable.pipeline is None else runnable.pipeline,
-        out=files.recording,
-        max=PER_LAYER,
-        steps=steps or None,
-        name=Path(runnable.name).name,
-        weights=runnable.weights,
-        settings=runnable.settings,
-        overwrite=True,
-    ) as recording:
+    with (
+        _without_warnings(),
+        record(
+            runnable.roots if runnable.pipeline is None else runnable.pipeline,
+            out=files.recording,
+            max=PER_LAYER,
+            steps=steps or None,
+            name=Path(runnable.name).name,
+            weights=runnable.weights,
+            settings=runnable.settings,
+            overwrite=True,
+        ) as recording,
+    ):
         console = Console(stderr=True, quiet=quiet)
         with shown_progress(runnable, recording, PER_LAYER, console):
             run()
     if not recording.kept:
         raise TuningError(f"no attention call was recorded: {'; '.join(recording.problems)}")
+    if recording.problems and not quiet:
+        say(f"the recording is incomplete: {'; '.join(recording.problems)}")
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hide a recording's warnings, which are told afterwards, and do not matter after Ctrl-C."""
+    from capture.errors import RecordingWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordingWarning)
+        yield

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ LEAST_SAVED = 0.02
 THREADS = "OMP_NUM_THREADS"
 """Environment variable with the number of threads that PyTorch starts with."""
 
+WORTH_MORE_TIME = 0.03
+"""Least share of the model's time in attention for which a second tuning is suggested."""
+
 COMPARING = 0.5
 """Share of the remaining time limit that comparing kernels may take."""
 
@@ -57,6 +60,8 @@ class Stages:
     limit: TimeLimit
     quiet: bool
     runs: JudgedRuns
+    _left_out: str = field(default="", init=False)
+    """Description of the calls and kernels that there was no time to compare."""
 
     def result(self) -> Tuning:
         """Run all stages; return the plan, or the reason why there is none."""
@@ -75,19 +80,42 @@ class Stages:
         planner, low, high = planner_of(capture, rows)
         ceiling = planner(high).saved_ms / run_ms
         if ceiling < LEAST_SAVED:
-            busy = sum(bool(row.speedup and row.speedup.reason == "interrupted") for row in rows)
-            noise = f"; a busy machine hid {counted(busy, 'speed-up')}" if busy else ""
-            return Tuning(
-                f"nothing to tune: the cheapest kernel at every layer saves {max(ceiling, 0):.1%} "
-                f"of a run of {run_ms / 1000:.3g} s, less than {LEAST_SAVED:.0%}{noise}",
-                rows=rows,
-                is_undecided=busy > 0,
-            )
+            return self._too_little(ceiling, run_ms, rows, share)
         trial = self.chosen(search, accept, planner, low, high)
         if isinstance(trial, str):
             return Tuning(trial, rows=rows)
         checks = self._verified(capture, rows, trial.plan, run_ms)
         return self._concluded(trial, rows, checks)
+
+    def _too_little(
+        self, ceiling: float, run_ms: float, rows: list[Row], share: float | None
+    ) -> Tuning:
+        """Return the result if the measured speed-ups save too little of a run.
+
+        Args:
+            share: attention's share of the model's time; None if it is unknown.
+        """
+        saved = (
+            f"the cheapest kernel at every layer saves {max(ceiling, 0):.1%} of a run of "
+            f"{run_ms / 1000:.3g} s, less than {LEAST_SAVED:.0%}"
+        )
+        busy = sum(map(_is_hidden, rows))
+        if not (busy or self._left_out):
+            return Tuning(f"nothing to tune: {saved}", rows=rows)
+        hidden = []
+        if busy:
+            hidden.append(f"a busy machine hid {counted(busy, 'speed-up')}")
+        if self._left_out:
+            hidden.append(f"time ran out with {self._left_out}")
+        where = "with more time" if self._left_out else "on a quiet machine"
+        remedy = f"tune again {where} to measure them"
+        if share is not None and share < WORTH_MORE_TIME:
+            remedy = f"attention takes {share:.1%} of the model's time, so they can gain little"
+        return Tuning(
+            f"undecided: {' and '.join(hidden)}, and without these {saved}; {remedy}",
+            rows=rows,
+            is_undecided=True,
+        )
 
     def _judges(self) -> tuple[Judge, Judge | None]:
         """Return the judges of the search and of the acceptance, if there are several runs."""
@@ -110,10 +138,18 @@ class Stages:
         return result
 
     def compared(self, capture: CaptureRecord) -> list[Row]:
-        """Compare kernels on the recorded calls; rows of the directory are kept."""
-        from replay.api.measured_rows import Rows
-        from replay.rows.row_files import write_jsonl
+        """Compare kernels on the recorded calls; rows that the directory holds are kept.
 
+        Calls with a speed-up that a busy machine hid are measured again.
+        """
+        from replay.api.measured_rows import Rows
+        from replay.rows.row_files import read_jsonl, save_jsonl, write_jsonl
+
+        with contextlib.suppress(FileNotFoundError):
+            before, _ = read_jsonl(self.files.rows)
+            if hidden := {row.call.name for row in before if _is_hidden(row)}:
+                kept = (row for row in before if row.call.name not in hidden)
+                save_jsonl(kept, self.files.rows)
         left = None
         if self.limit.seconds is not None:
             left = max(COMPARING * self._left(), 1.0)
@@ -128,9 +164,10 @@ class Stages:
         request.check()
         with _as_many_threads(), Session(request, quiet=self.quiet) as session:
             for row in session.rows():
-                with self.files.rows.open("a", encoding="utf-8") as file:
+                with self.files.opened(self.files.rows, "a") as file:
                     write_jsonl([row], file)
             outcome = session.outcome()
+        self._left_out = outcome.left_out
         if outcome.left_out:
             self._say(outcome.left_out)
         named = {kernel.name for kernels in session.assigned.values() for kernel in kernels}
@@ -200,10 +237,10 @@ class Stages:
         self, capture: CaptureRecord, rows: list[Row], plan: Plan, run_ms: float
     ) -> list[ModelResult]:
         """Measure a plan beside the model's own attention; return the results of both."""
-        from replay.bench.runner import DONE
+        from replay.bench.reported_stages import DONE
         from replay.distribution.pace import Pace
         from replay.end_to_end.live_model import LiveModel
-        from replay.end_to_end.model_check import MOST_ROUNDS, ROUNDS_SECONDS, check
+        from replay.end_to_end.model_check import MOST_ROUNDS, ROUNDS_SECONDS, check, own_kernel_of
         from replay.end_to_end.model_process import Variant
         from replay.report.progress import shown_pace
         from replay.rows.row import KernelId
@@ -212,8 +249,11 @@ class Stages:
         plan.save(self.files.plan)
         name = self.files.path.stem
         rounds = min(MOST_ROUNDS, max(int(1000 * ROUNDS_SECONDS / run_ms), MINIMUM_ROUNDS))
-        # Two first runs, a run that counts calls, the rounds, and two runs that time each call.
-        pace = Pace({f"run {number}": 1.0 for number in range(1, 2 * rounds + 6)})
+        own = own_kernel_of(rows)
+        variants = 2 if own is None else 3
+        # A first run of each, a run that counts calls, the rounds, and runs that time each call.
+        runs = variants * (rounds + 2) + 1
+        pace = Pace({f"run {number}": 1.0 for number in range(1, runs + 1)})
         names = iter(pace.expected)
         live = replace(self.runnable, run=self._run_once, outputs=_Named)
         with shown_pace(pace, "measuring the plan", quiet=self.quiet) as report:
@@ -232,9 +272,11 @@ class Stages:
                 model,
                 rounds=rounds,
                 kernel_at={name: lambda *where: KernelId(plan.kernel_at(*where))},
+                own_kernel=own,
             )
         text = "".join(json.dumps(as_json(each)) + "\n" for each in checks)
-        self.files.checks.write_text(text, encoding="utf-8")
+        with self.files.opened(self.files.checks, "w") as file:
+            file.write(text)
         return checks
 
     def _concluded(self, trial: Trial, rows: list[Row], checks: list[ModelResult]) -> Tuning:
@@ -265,7 +307,7 @@ class Stages:
     @contextlib.contextmanager
     def _shown(self, judge: Judge, times: int) -> Iterator[None]:
         """Show the progress of running every prompt a number of times."""
-        from replay.bench.runner import DONE
+        from replay.bench.reported_stages import DONE
         from replay.distribution.pace import Pace
         from replay.report.progress import shown_pace
 
@@ -295,6 +337,11 @@ class Stages:
     def _say(self, sentence: str) -> None:
         if not self.quiet:
             say(sentence)
+
+
+def _is_hidden(row: Row) -> bool:
+    """Return True if a busy machine hid a row's speed-up."""
+    return row.speedup is not None and row.speedup.reason == "interrupted"
 
 
 @contextlib.contextmanager

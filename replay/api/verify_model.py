@@ -200,7 +200,7 @@ def _checks(
         ModelRefused: the model cannot be built.
         RunFailed: the model fails even with its own attention.
     """
-    from replay.end_to_end.model_check import check
+    from replay.end_to_end.model_check import check, own_kernel_of
     from replay.end_to_end.model_process import ModelProcess, Variant
 
     request = models.request
@@ -225,24 +225,12 @@ def _checks(
             rounds=request.model_rounds,
             text=models.text,
             kernel_at=kernel_at,
-            own_kernel=_own_kernel(rows),
+            own_kernel=own_kernel_of(rows),
             save_output=save_output,
         )
         # Each process runs the baseline too; keep only the first baseline's result.
         found += checks[1:] if found else checks
     return [*found, *failed]
-
-
-def _own_kernel(rows: Sequence[Row]) -> str | None:
-    """Return the kernel that stands for the model's own attention; None if there are several."""
-    from replay.end_to_end.model_process import OWN
-    from replay.plan.call_matching import RowsByCall
-
-    if all(row.call.road == "sdpa" for row in rows):  # also runs a backend that the model pinned
-        return OWN
-    replayed = RowsByCall(rows, OWN)
-    names = {replayed.own(call.name) for call in replayed.timed()}
-    return names.pop() if len(names) == 1 else None
 
 
 def _planned(plan: Plan, module: str, phase: str, kv_len: int, step: int) -> KernelId:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.storage.json_data import parsed
+from capture.storage.plain_files import possible
 from replay.api.measured_rows import Rowlike, rows_of
 from replay.api.verify_model import as_json
 from replay.rows.row_files import RowsError, rebuilt
@@ -101,7 +102,7 @@ def stored_checks(path: Path) -> list[ModelResult]:
         RowsError: the file cannot be read, or does not contain checks.
     """
     try:
-        found = [parsed(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [parsed(line) for line in possible(path).read_text("utf-8").splitlines()]
         if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in found):
             raise ValueError("a line is not a check")
         return [_check(tree) for tree in found]
@@ -109,7 +110,7 @@ def stored_checks(path: Path) -> list[ModelResult]:
         raise RowsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RowsError(
-            f"{path} was not written by `replay verify --checks` of this version: verify again"
+            f"{path} was not written by `replay verify --checks` of this version: give such a file"
         ) from error
 
 

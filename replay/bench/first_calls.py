@@ -38,6 +38,7 @@ def first_calls(
         process_state.restore(kernel.name)
         if refused is not None:
             continue
+        report(kernel.name)  # as before each run of a check, to tell it from a refusal
         milliseconds = None
         try:
             _, milliseconds = first_call(drop_in(kernel.loaded().attention, own), settings.device)

@@ -20,6 +20,7 @@ from replay.accuracy.nonfinite import nonfinite_inputs
 from replay.bench.energy_rows import with_energy
 from replay.bench.forms import Forms, refusal
 from replay.bench.output_check import Checker, output_of, stderr_apart
+from replay.bench.reported_stages import DONE, LOADING, REFERENCE, TIMING
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.shared_inputs import SharedInputs, TimedPart
 from replay.bench.speedups import with_speedups
@@ -31,23 +32,25 @@ from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, Finding, classify
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.agreement import with_agreement
-from replay.rows.row import HERE, UNCONFIRMED, CallFacts, Machine, Mask, Roof, Row, Status
+from replay.rows.row import (
+    DEFAULT_BASELINE,
+    HERE,
+    UNCONFIRMED,
+    CallFacts,
+    Machine,
+    Mask,
+    Roof,
+    Row,
+    Status,
+)
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import Turns, alone, measure
 from replay.workloads.workload import Workload
 
-DEFAULT_BASELINE = "torch-default"
 BEYOND_SDPA = ("torch-masked", "eager")
 """Kernels that models call for features that SDPA has no argument for."""
-
-LOADING = "loading the call"
-REFERENCE = "computing the reference"
-TIMING = "preparing to time"
-DONE = "done"
-STAGES = (LOADING, REFERENCE, TIMING, DONE)
-"""Stages that are reported as progress while no kernel runs; a running kernel is named instead."""
 
 IN_PROCESS = f"{UNCONFIRMED}: without a worker, your kernel could change its time and verdict"
 """Flag of a user's kernel that ran without a worker process."""

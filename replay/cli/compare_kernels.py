@@ -1,4 +1,4 @@
-"""`replay --dir`, the default verb: runs every kernel on the calls of a recording."""
+"""`replay --dir`, the default verb: runs kernels on the calls of a recording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replay.cli.requests import recorded_calls
 from replay.cli.shared_options import DEVICES, RECORDING, TIMING, WAITING, VerbParser
 
 EXAMPLES = """\
-  replay --dir captured_inputs                                every kernel × every recorded call
+  replay --dir captured_inputs                                default kernels × recorded calls
   replay --dir captured_inputs --kernels 'torch-*,mine.py:attention' --json rows.jsonl
   replay --dir captured_inputs --metric all --report out.html
   replay random -b 2 -hq 24 -sq 4250 -d 64                    any shape, no recording needed
@@ -20,7 +20,7 @@ VERBS = """\
 other verbs, each with its own --help:
   random SHAPE · suite NAME     calls with random values, of any shape or a published list
   tune · plan · verify · export a faster model in one step · a kernel per layer · run it · elsewhere
-  compare · devices             runs against each other · kernels on several types of GPU
+  compare · devices · history   runs against each other · types of GPU · runs over commits
   doctor · reproduce · agree    why a kernel is wrong · the smallest such call · batch invariance
   report · explain              an HTML page or charts of a run · why a model gains little
   kernels · selftest            which kernels can run here · whether this machine measures right

@@ -29,7 +29,9 @@ def parser() -> VerbParser:
         "that it cannot express, with their costs.",
         EXAMPLES,
     )
-    command.add_argument("plan", metavar="PLAN", help="file that `replay plan` wrote")
+    command.add_argument(
+        "plan", metavar="PLAN", help="file that `replay tune` or `replay plan` wrote"
+    )
     command.add_argument("--to", required=True, choices=TARGETS, help="library that runs the plan")
     command.add_argument(
         "--out",

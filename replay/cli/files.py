@@ -18,12 +18,17 @@ from replay.api.messages import say
 from replay.rows.replacement import why_not_written
 from replay.rows.row_files import Writable, read_jsonl
 
-WRITTEN_FILES = ("json", "csv", "checks", "out", "report", "markdown", "plot", "save_output")
+WRITTEN_FILES = (
+    *("json", "csv", "checks", "out", "report", "markdown", "junit", "plot", "save_output"),
+)
 """Options that name a file or a directory to write; `-` means stdout."""
 
 DIRECTORIES = ("plot", "save_output")
 
-READ_FILES = ("dir", "tolerances", "plan", "text", "prompts", "rows", "before", "after", "spread")
+READ_FILES = (
+    *("dir", "tolerances", "plan", "text", "prompts", "rows", "before", "after", "spread"),
+    "doctor",
+)
 """Arguments that name files to read."""
 
 if TYPE_CHECKING:

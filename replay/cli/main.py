@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +27,11 @@ from capture.command_line.standard_streams import (
 from capture.command_line.verbosity import narrated
 from replay.api.messages import say, speaking_as
 from replay.cli.moved_flags import where_it_moved
+from replay.cli.termination import interrupted_by_sigterm
 
 NAMES = (
-    *("agree", "compare", "devices", "doctor", "explain", "export", "kernels", "plan", "profile"),
-    *("random", "report", "reproduce", "selftest", "suite", "tune", "verify", "watch"),
+    *("agree", "compare", "devices", "doctor", "explain", "export", "history", "kernels", "plan"),
+    *("profile", "random", "report", "reproduce", "selftest", "suite", "tune", "verify", "watch"),
 )
 VERBS = {name: f"replay.cli.{name}" for name in NAMES}
 """Module of each verb: `parser()` returns the verb's parser, `run(arguments)` the exit code."""
@@ -42,18 +44,21 @@ WITH_SHAPE = ("profile", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; exit with 0 on success, 1 if a check failed, 2 for wrong usage."""
+    """Run the command; exit with 0 on success, 1 if a check failed, 2 for wrong usage.
+
+    After Ctrl-C the exit code is 130, and after SIGTERM 143.
+    """
     make_usable()
     given = list(sys.argv[1:] if argv is None else argv)
     command = " ".join(["replay", *(name for name in given[:1] if name in VERBS)])
-    with speaking_as(command):
+    with speaking_as(command), interrupted_by_sigterm() as signals:
         try:
             code: Any = _run(given)
         except SystemExit as stopped:
             code = stopped.code
         except KeyboardInterrupt as stopped:
             say(f"interrupted: {stopped}" if str(stopped) else "interrupted")
-            code = 130
+            code = 128 + (signals or [signal.SIGINT])[0]
         except Exception as error:
             if "--debug" in given:
                 raise

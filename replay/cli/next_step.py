@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attention_replay.errors import Error
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part
 from replay.api.plan_model import BUDGET
-from replay.bench.runner import DEFAULT_BASELINE
 from replay.cli.shared_options import OPTIONS, SHAPE, VALUES
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
 from replay.report.matrix import BUSY, Matrix, matrix
-from replay.rows.row import Row, Speedup
+from replay.rows.row import KernelId, Row, Speedup
 
 OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--tolerances")
 """Options that `plan` and `verify` share with the default verb."""
@@ -31,6 +31,8 @@ def next_step(
     plan: Plan | None,
     dataset: Dataset | None,
     measured: Speedup | None = None,
+    *,
+    is_faster: bool = True,
 ) -> str:
     """Return one line that suggests the next step; empty if there is nothing to suggest.
 
@@ -38,35 +40,37 @@ def next_step(
         plan: plan written by `replay plan`.
         dataset: replayed recording; None if the calls were not recorded.
         measured: speed-up of the whole model with the plan of `--plan`.
+        is_faster: False if `replay verify` measured no faster run of the model.
     """
     given, verb = vars(arguments), arguments.verb
     rows = [row for row in rows if row.kernel]  # omit rows of unreadable calls
     if not rows:
         return ""
-    ran = {row.id for row in rows if row.accuracy}
-    if len(ran) < 2 and any(row.status == "unavailable" for row in rows):
-        return "see what the other kernels need: replay kernels"
-    baselines = {row.speedup.vs for row in rows if row.speedup}
-    baselines.add(given.get("baseline") or DEFAULT_BASELINE)  # in case no row has a speed-up
-    compared = [row for row in rows if row.kernel not in baselines] or rows
-    is_none_correct = not any(row.is_correct for row in compared)
-    wrong = dict.fromkeys(row.kernel for row in rows if row.status in ("inaccurate", "crash"))
-    own = [kernel for kernel in wrong if ".py:" in kernel]
+    found = matrix(rows)
+    baselines = {kind.baseline for kind in found.kinds}
+    compared = [kernel for kernel in found.kernels if kernel.name not in baselines]
+    wrong = [kernel.name for kernel in compared or found.kernels if _is_wrong(found, kernel)]
+    is_none_correct = all(_ran_nowhere(found, kernel) for kernel in compared or found.kernels)
+    own = list(dict.fromkeys(row.kernel for row in rows if ".py:" in row.kernel))
+    own_wrong = [kernel for kernel in own if kernel in wrong]
     is_joined = given.get("join_ranks") or given.get("env") or given.get("ray")
-    if (own or (wrong and is_none_correct)) and given.get("dir") and not is_joined:
-        kernels = ["--kernels", ",".join(own or wrong)]
+    if (own_wrong or (wrong and is_none_correct)) and given.get("dir") and not is_joined:
+        kernels = ["--kernels", ",".join(dict.fromkeys(own_wrong or wrong))]
         flags = ("--dir", "--call", "--device", "--tolerances")
         examine = _command(arguments, "doctor", *kernels, flags=flags)
         return f"find out what is wrong: {examine}"
-    if is_none_correct and not any(row.status == "inaccurate" for row in compared):
+    is_inaccurate = any(row.status == "inaccurate" for row in rows)
+    if is_none_correct and not is_inaccurate:
         return ""
-    if is_none_correct and verb not in ("plan", "verify"):
+    if (is_none_correct or own_wrong) and is_inaccurate and verb not in ("plan", "verify"):
         per_call = ["--per-call"] if "per_call" in given else []
         look = _command(arguments, verb, "--metric", "accuracy,stats", *per_call)
-        return f"no kernel is correct; see where each is wrong: {look}"
+        return f"see where {', '.join(dict.fromkeys(own_wrong or wrong))} is wrong: {look}"
     if not given.get("dir"):
+        if own:
+            examine = shlex.join(["replay", "doctor", "--model", "llama", "--kernels", *own[:1]])
+            return f"check {own[0]} on the calls of a model: {examine}"
         return "record what a model really computes: capture --model llama"
-    found = matrix(rows)
     gaining = _gaining(found)
     if verb == "" and not gaining:
         is_busy = any(cell.reason == BUSY for cell in found.cells.values())
@@ -92,7 +96,7 @@ def next_step(
             return f"do not use {path}: the model is slower with it ({measured.ratio:.2f}×)"
         trusted = ", trust_code=True" if used.code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
-    if len(captures) == 1 and captures[0].census.get("rows"):
+    if is_faster and len(captures) == 1 and captures[0].census.get("rows"):
         further = ["--out", "plan.json", "--budget", BUDGET]
         choose = _command(arguments, "plan", *further, flags=OF_RECORDING)
         return f"choose the fastest kernel for each layer: {choose}"
@@ -103,6 +107,15 @@ def next_step(
     else:
         look = _command(arguments, verb, "--report", "out.html")
     return f"look at it as charts, and send it to others: {look}"
+
+
+def _is_wrong(found: Matrix, kernel: KernelId) -> bool:
+    return any(cell.outcome == "wrong" for cell in found.row(kernel))
+
+
+def _ran_nowhere(found: Matrix, kernel: KernelId) -> bool:
+    """Return True if a kernel is wrong or cannot run in every kind of call."""
+    return all(cell.outcome in ("wrong", "cannot") for cell in found.row(kernel))
 
 
 def _gaining(found: Matrix) -> list[str]:
@@ -133,7 +146,11 @@ def _carried(arguments: argparse.Namespace, flags: Sequence[str]) -> Iterator[st
         for part in value if isinstance(value, list) else [value]:
             yield flag
             if part is not True:
-                yield f"{part:g}" if isinstance(part, float) else str(part)
+                yield f"{part:g}" if isinstance(part, float) else _text(part)
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _can_be_rebuilt(arguments: argparse.Namespace, captures: Sequence[CaptureRecord]) -> bool:

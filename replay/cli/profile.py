@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
-from replay.api.call_choices import RandomCall
+from replay.api.call_choices import RandomCalls
 from replay.api.chosen_device import device_of
 from replay.api.chosen_kernels import check_kernels
 from replay.cli.files import UsageError
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         Error: an argument cannot be used, or there is more than one kernel or call.
     """
     is_random = "dir" not in arguments
-    calls = chosen(RandomCall, arguments) if is_random else recorded_calls(arguments)
+    calls = chosen(RandomCalls, arguments) if is_random else recorded_calls(arguments)
     calls.check()
     check_kernels(arguments.kernels, [])
     device = device_of(arguments.device)
@@ -104,9 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
     dataset = calls.opened(quiet=arguments.quiet)
     workloads = calls.found(dataset, quiet=arguments.quiet).workloads
     if not len(kernels) == len(workloads) == 1:
+        remedy = "one value for each size" if is_random else "one call with --call"
         raise UsageError(
             f"a profile runs one kernel on one call, got {counted(len(kernels), 'kernel')} and "
-            f"{counted(len(workloads), 'call')}: name one with --kernels, and one with --call"
+            f"{counted(len(workloads), 'call')}: name one kernel with --kernels, and {remedy}"
         )
     if arguments.once:
         run_once(kernels[0], workloads[0], device)

@@ -34,7 +34,6 @@ from replay.cli.files import (
 from replay.cli.report import check_report, write
 from replay.cli.requests import metrics_of, request_of
 from replay.cli.stdout import reserved_stdout
-from replay.distribution.time_limit import in_words
 from replay.rows.row import INTERRUPTED_BLOCKS, Speedup
 from replay.rows.row_files import save_jsonl, write_jsonl
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OF_ALL_CALLS = ("report", "out", "checks")
+OF_ALL_CALLS = ("out", "checks")
 """Options for outputs that require a complete replay."""
 
 FOR_TABLES = ("details", "metric", "per_call")
@@ -98,14 +97,19 @@ def print_next_step(
     replay: Replayed,
     plan: Plan | None = None,
     measured: Speedup | None = None,
+    *,
+    is_faster: bool = True,
 ) -> None:
     """Print the next step, unless hints are off, a file is missing, or stdout carries a file."""
     if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
         from replay.cli.next_step import next_step
 
-        if step := next_step(arguments, replay.rows, plan, replay.dataset, measured):
+        found = next_step(
+            arguments, replay.rows, plan, replay.dataset, measured, is_faster=is_faster
+        )
+        if found:
             # Do not wrap the line, because a command with line breaks cannot be pasted.
-            print(f"next: {printable(step)}", file=sys.stderr)
+            print(f"next: {printable(found)}", file=sys.stderr)
     logger.info("all is printed")
 
 
@@ -151,7 +155,14 @@ def replayed(
             per_call=given.get("per_call", False),
             versus_random=given.get("versus_random", False),
         )
+        for capture in session.dataset.captures if session.dataset else ():
+            if capture.most_gain:
+                print(printable(f"{capture.model}: {capture.most_gain}"))
     if ended_by is not None:
+        page = given.get("report")
+        if page and rows and isinstance(ended_by, KeyboardInterrupt):
+            with noted(unwritten):
+                write(rows, page)
         say_unwritten(unwritten)
         raise ended_by
     return Replayed(rows, session.dataset, session.assigned, session.pythons, unwritten)
@@ -199,8 +210,8 @@ def _smallest_slowdown(rows: Sequence[Row]) -> str:
     from replay.comparison.speed_change import smallest_in_words
 
     found = [row.speedup for row in rows if row.speedup is not None]
-    shares = [each.high / each.ratio - 1 for each in found if each.high is not None]
-    return smallest_in_words(shares, " against the baseline")
+    shares = [None if each.high is None else each.high / each.ratio - 1 for each in found]
+    return smallest_in_words(shares, "against the baseline")
 
 
 def console_of(arguments: argparse.Namespace) -> Console:
@@ -233,11 +244,10 @@ def _written(
         left_out += "; give --json FILE, so that --resume can complete it"
         if kept_in is not None and kept_in.is_file():
             left_out = f"{outcome.left_out}; the same command with --resume completes {json_file}"
-    limit = session.limit.seconds
     if isinstance(ended_by, KeyboardInterrupt):
-        ended_by = KeyboardInterrupt(_interruption(left_out, outcome.all_rows, arguments))
-    elif left_out and limit is not None:
-        say(f"to end within {in_words(limit)}: {left_out}")
+        ended_by = KeyboardInterrupt(_interruption(left_out, outcome, arguments))
+    elif left_out and outcome.why_left_out:
+        say(f"{outcome.why_left_out}: {left_out}")
     return outcome, unwritten, ended_by
 
 
@@ -276,13 +286,16 @@ def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[st
     return again
 
 
-def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+def _interruption(left_out: str, outcome: Outcome, arguments: argparse.Namespace) -> str:
     """Describe the results that are missing after an interrupted replay."""
     given = vars(arguments)
-    if not rows:
+    if not outcome.all_rows:
         path = given.get("json")
         kept = f", and {path} stayed as before" if path and os.path.isfile(path) else ""
         return f"no call was replayed{kept}"
-    options = [f"--{name}" for name in OF_ALL_CALLS if given.get(name)]
+    needs_all = OF_ALL_CALLS if outcome.rows else ("report", *OF_ALL_CALLS)
+    options = [f"--{name}" for name in needs_all if given.get(name)]
     not_made = f"not made: {', '.join(options)}" if options else ""
-    return "; ".join(filter(None, (not_made, left_out)))
+    is_partial = bool(outcome.rows and given.get("report"))
+    partial = f"{given['report']} shows the calls that were measured whole" if is_partial else ""
+    return "; ".join(filter(None, (not_made, partial, left_out)))

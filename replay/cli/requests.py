@@ -12,6 +12,7 @@ from replay.api.call_choices import CallChoice, RecordedCalls
 from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace
 from replay.cli.files import UsageError
 from replay.cli.shared_options import ALL_METRICS, DEFAULT_METRICS, REQUESTED_METRICS
+from replay.rows.fields import COLUMNS
 
 T = TypeVar("T")
 
@@ -79,14 +80,17 @@ def recorded_calls(arguments: argparse.Namespace) -> RecordedCalls:
 
 
 def metrics_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the names that `--metric` lists.
+    """Return the metrics that `--metric` lists, by name or by the heading of a column.
 
     Raises:
         UsageError: `--metric` lists no name, or an unknown one.
     """
     given: str | None = vars(arguments).get("metric")
     text = DEFAULT_METRICS if given is None else given
-    metrics = [*dict.fromkeys(part.strip() for part in text.split(",") if part.strip())]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    known = {column.heading.lower(): column.metric for column in COLUMNS.values()}
+    known |= {metric: metric for metric in ALL_METRICS}
+    metrics = [*dict.fromkeys(known.get(part.lower(), part) for part in parts)]
     if not metrics:
         raise UsageError(f"--metric is empty: choose from {', '.join(ALL_METRICS)}")
     for metric in metrics:

@@ -14,6 +14,7 @@ from capture.command_line.parser import (
     not_empty,
     positive,
     positive_number,
+    positives,
 )
 from capture.command_line.verbosity import add_verbosity
 from replay.cli.files import output_file
@@ -68,8 +69,8 @@ def _names(metavar: str, meaning: str, **others: Any) -> dict[str, Any]:
     return _text(metavar, meaning, action=Listed, **others)
 
 
-def _size(dest: str, meaning: str, default: int | None = None) -> dict[str, Any]:
-    return _text("N", meaning, type=positive, dest=dest, default=default)
+def _sizes(dest: str, meaning: str, *default: int) -> dict[str, Any]:
+    return _text("N,N", meaning, type=positives, dest=dest, default=default or None)
 
 
 def _file(meaning: str) -> dict[str, Any]:
@@ -84,13 +85,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "--call": _names("A,'GLOB*'", "calls to use, by name or glob (default: all)"),
     "--join-ranks": _flag("replay calls that ranks of a distributed model share, each as a whole"),
-    "-b": _size("batch", "batch size (default 1)", 1),
-    "-hq": _size("q_heads", "query heads (default 16)", 16),
-    "-hk": _size("kv_heads", "key/value heads (default: -hq)"),
-    "-sq": _size("q_len", "query length (default 1024)", 1024),
-    "-sk": _size("kv_len", "key length (default: -sq)"),
-    "-d": _size("head_dim", "head dimension (default 64)", 64),
-    "-dv": _size("v_head_dim", "head dimension of the value (default: -d)"),
+    "-b": _sizes("batch", "batch sizes (default 1)", 1),
+    "-hq": _sizes("q_heads", "query heads (default 16)", 16),
+    "-hk": _sizes("kv_heads", "key/value heads (default: -hq)"),
+    "-sq": _sizes("q_len", "query lengths (default 1024)", 1024),
+    "-sk": _sizes("kv_len", "key lengths (default: -sq)"),
+    "-d": _sizes("head_dim", "head dimensions (default 64)", 64),
+    "-dv": _sizes("v_head_dim", "head dimensions of the value (default: -d)"),
     "--causal": {
         "action": "store_const",
         "const": "causal",
@@ -181,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "FILE", "rows that `replay plan --json` or `verify --json` wrote (default: measure them)"
     ),
     "--text": _text("FILE", "text to judge a language model on: KL, top-1 agreement, perplexity"),
-    "--save-output": _text("DIR", "save the outputs of every kernel"),
+    "--save-output": _text("DIR", "save the outputs of all kernels that run"),
     "--check": _flag(
         "exit with 1 if a kernel fails or is inaccurate, with 3 if the machine is too busy to tell"
     ),
@@ -225,6 +226,9 @@ class VerbParser(OneSentenceParser):
             **others,
         )
         self.set_defaults(verb=verb)
+
+    def _hint(self, name: str) -> str:
+        return ": other verbs have it" if name in OPTIONS else super()._hint(name)
 
     def add(
         self,

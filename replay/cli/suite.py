@@ -1,4 +1,4 @@
-"""`replay suite`: runs every kernel on a published list of shapes, with random values."""
+"""`replay suite`: runs kernels on a list of shapes, with random values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from replay.workloads.call_sizes import SUITES
 EXAMPLES = """\
   replay suite llama
   replay suite sage --max-seq 8192 --json rows.jsonl
+  replay suite my_shapes.toml                                 a file of shapes (docs/replaying.md)
 """
 
 
@@ -21,11 +22,14 @@ def parser() -> VerbParser:
     """Build the parser of `replay suite`."""
     command = VerbParser(
         "suite",
-        "Run attention kernels on a published list of shapes, with random values.",
+        "Run attention kernels on a published list of shapes, or on your own from a file, with\n"
+        "random values.",
         EXAMPLES,
     )
     what = command.add_argument_group("the calls")
-    what.add_argument("suite", choices=SUITES, metavar="NAME", help=", ".join(SUITES))
+    what.add_argument(
+        "suite", type=_suite, metavar="NAME", help=f"{', '.join(SUITES)}, or FILE.toml of your own"
+    )
     what.add_argument(
         "--max-seq", type=positive, metavar="N", help="maximum length; longer shapes are left out"
     )
@@ -43,6 +47,15 @@ def parser() -> VerbParser:
     )
     command.add_common(command.group("what to show and write", *shown))
     return command
+
+
+def _suite(given: str) -> str:
+    if given in SUITES or given.endswith(".toml"):
+        return given
+    names = ", ".join(SUITES)
+    raise argparse.ArgumentTypeError(
+        f"no suite {given!r}: choose from {names}, or name a .toml file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

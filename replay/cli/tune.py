@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention_replay.errors import Error
-from capture.command_line.run_options import add_run_options, load_run
-from capture.large_imports import import_large
+from capture.command_line.run_options import add_run_options, load_run, model_is_required
 from capture.text.printable import printable
+from replay.api.chosen_kernels import check_kernels
 from replay.api.messages import shown_steps
 from replay.api.recorded_models import ModelRequest, text_of
 from replay.api.tune_model import tune_runnable
@@ -71,13 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Tune a model, and print the result.
 
     Returns:
-        0 if a plan was written, 1 if none is faster, or 3 if noise hides which is faster.
+        0 if a plan was written, 1 if none is faster, or 3 if noise or the time limit hides which
+        is faster.
 
     Raises:
         Error: an argument cannot be used, or the model cannot be built or judged.
     """
     if not arguments.model:
-        raise Error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
+        raise Error(model_is_required())
     if arguments.out == "-":
         raise Error("--out needs a file, next to which the recording is kept: name one")
     check_files(arguments)
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     from replay.tune.quality import parse_quality
 
     parse_quality(arguments.quality)  # before a model is loaded, which may take minutes
-    import_large("torch")
+    check_kernels(arguments.kernels, [], guess=False)
     with shown_steps(quiet=arguments.quiet) as step:
         step(f"loading {arguments.model} …")
         runnable = load_run(arguments)
@@ -104,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
             quiet=arguments.quiet,
         )
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("the same command goes on from here") from interrupt
+        is_begun = Path(f"{arguments.out}.tuning").exists()
+        what = "goes on from here" if is_begun else "begins again, as nothing was recorded"
+        raise KeyboardInterrupt(f"the same command {what}") from interrupt
     _print(result)
     if arguments.report:
         from replay.api.verify_model import as_json

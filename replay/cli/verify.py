@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
     code = exit_code(replay, checks, check=arguments.check)
-    print_next_step(arguments, replay, measured=_of_plan(arguments.plan, checks))
+    measured = _of_plan(arguments.plan, checks)
+    print_next_step(arguments, replay, measured=measured, is_faster=_is_any_faster(checks))
     return code
 
 
@@ -122,6 +123,11 @@ def _of_plan(plan: str | None, checks: Sequence[ModelResult]) -> Speedup | None:
         if plan is not None and check.kernel == Path(plan).name and "run" in check.measured:
             return check.measured["run"].speedup
     return None
+
+
+def _is_any_faster(checks: Sequence[ModelResult]) -> bool:
+    runs = [check.measured["run"].speedup for check in checks if "run" in check.measured]
+    return any(speedup is not None and speedup.verdict == "fast" for speedup in runs)
 
 
 def _checked(

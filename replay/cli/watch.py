@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from attention_replay.errors import Error
 from capture.text.printable import printable
-from replay.api.call_choices import RandomCall
+from replay.api.call_choices import RandomCalls
 from replay.api.choices import ReplayRequest
 from replay.api.messages import say
 from replay.api.session import prepared
 from replay.cli.files import UsageError, check_files, stdout_is_taken
-from replay.cli.replayed import replayed
+from replay.cli.replayed import print_next_step, replayed
 from replay.cli.requests import chosen, recorded_calls, request_of
 from replay.cli.shared_options import RECORDING, SHAPE, TIMING, VALUES, VerbParser
 from replay.kernels.own_files import own_files
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.2
 """Seconds between inspections of the files; a change is complete when two inspections agree."""
+
+WRONG = ("inaccurate", "crash")
+"""Statuses of a row after which `replay doctor` is suggested."""
 
 Signature = dict[Path, tuple[int, int]]
 """Modification time in nanoseconds, and size in bytes, of each existing file."""
@@ -77,9 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not _kernel_files(arguments.kernels):
         raise UsageError("no file to watch: give --kernels FILE.py:FUNCTION")
     is_random = "dir" not in arguments
-    calls = chosen(RandomCall, arguments) if is_random else recorded_calls(arguments)
+    calls = chosen(RandomCalls, arguments) if is_random else recorded_calls(arguments)
     request = request_of(arguments, calls)
-    watch(request, lambda first: replayed(request, arguments, early=first).rows)
+
+    def replay(first: First) -> list[Row]:
+        found = replayed(request, arguments, early=first)
+        if not is_random and any(row.status in WRONG for row in found.rows):
+            print_next_step(arguments, found)
+        return found.rows
+
+    watch(request, replay)
 
 
 def _kernel_files(kernels: str | None) -> list[Path]:

@@ -25,7 +25,7 @@ from replay.comparison.speed_change import (
     smallest_in_words,
     spread_of,
 )
-from replay.rows.row import KernelId, Row
+from replay.rows.row import UNCONFIRMED, KernelId, Row
 from replay.rows.row_files import plain
 
 FAILED = ("error", "crash", "timeout", "out-of-memory")
@@ -55,6 +55,18 @@ class Pair:
         if self.ran == (True, False):
             return "failed" if self.after.status in FAILED else "refused"
         return "recovered" if self.ran == (False, True) else ""
+
+    @property
+    def became_wrong(self) -> bool:
+        """True if the output was correct, and is now inaccurate or has more NaN or infinity."""
+        reason = self.accuracy.reason if self.accuracy else ""
+        return self.before.is_correct and reason in ("now-inaccurate", "more-nan")
+
+    @property
+    def unconfirmed(self) -> list[str]:
+        """Flags by which the time of one of the rows may not be compared, without duplicates."""
+        flags = dict.fromkeys((*self.after.flags, *self.before.flags))
+        return [flag for flag in flags if flag.startswith(UNCONFIRMED)]
 
     @property
     def changes(self) -> set[str]:
@@ -91,6 +103,12 @@ class Comparison:
     """Change of the baseline's own time, if speed-ups on the same device are compared."""
     missing: tuple[Row, ...]
     new: tuple[Row, ...]
+
+    def hides_speed(self, pair: Pair) -> bool:
+        """Return True if the change of speed is unknown, because a time is unconfirmed."""
+        if pair.before.kernel == self.baseline or not pair.unconfirmed:
+            return False
+        return all(row.is_correct and row.time_ms for row in (pair.before, pair.after))
 
 
 def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None) -> Comparison:
@@ -139,15 +157,18 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
 
 
 def smallest_slowdown(comparison: Comparison, share: float = 0.0) -> str:
-    """Describe the smallest slowdown that the runs could have shown; empty without intervals.
+    """Describe the slowdowns that the runs could not have shown; empty if no speed is compared.
 
     Args:
         share: slowdown that all of an interval must exceed.
     """
     share = max(share, comparison.spread.share)
-    changes = (pair.speed for pair in comparison.pairs if pair.speed is not None)
     return smallest_in_words(
-        [part for each in changes if (part := each.smallest_slowdown(share)) is not None]
+        [
+            pair.speed.smallest_slowdown(share) if pair.speed else None
+            for pair in comparison.pairs
+            if pair.speed or comparison.hides_speed(pair)
+        ]
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from capture.text.counted import counted
-from replay.comparison.comparison import Comparison, Pair, smallest_slowdown
+from replay.comparison.comparison import Comparison, KernelChange, Pair
 from replay.comparison.row_matching import ComparisonError
-from replay.rows.row import TIE
+from replay.rows.row import KernelId
 from replay.timing.statistics import RELEVANT
 
 CONDITIONS = {
@@ -19,6 +19,9 @@ CONDITIONS = {
     "missing": "a row is missing, or its kernel now refuses the call",
 }
 """Description of each condition, by name."""
+
+TIE = 1.15
+"""Ratio of two times up to which a comparison of many calls accepts an inconclusive interval."""
 
 
 @dataclass(frozen=True)
@@ -32,57 +35,73 @@ class Condition:
     def __str__(self) -> str:
         return f"{self.name}:{100 * self.share:.3g}%" if self.share else self.name
 
-    def failures(self, comparison: Comparison) -> list[str]:
-        """Return the kernels that meet the condition, such as `kernel on 3 of 12 calls`."""
+    def failures(self, comparison: Comparison) -> list[Failure]:
+        """Return the kernels that meet the condition."""
         found = []
         for each in comparison.kernels:
-            failing = [pair for pair in each.pairs if self._holds(pair)]
+            failing = tuple(pair for pair in each.pairs if self.holds(pair))
             if len(failing) == len(each.pairs) == 1:
-                found.append(f"{each.kernel} on {failing[0].before.call.name}")
+                words = f"on {failing[0].before.call.name}"
             elif failing:
-                calls = counted(len(each.pairs), "call")
-                found.append(f"{each.kernel} on {len(failing):,} of {calls}")
+                words = f"on {len(failing):,} of {counted(len(each.pairs), 'call')}"
             elif self.name == "slow" and each.speed and each.speed.is_slower_by(self.share):
-                found.append(f"{each.kernel} over all calls")
-        if self.name == "missing" and comparison.missing:
-            gone, first = len(comparison.missing), comparison.missing[0]
-            found.append(f"{counted(gone, 'row')}, e.g. {first.id} on {first.call.name}")
+                words = "over all calls"
+            else:
+                continue
+            found.append(Failure(self, each.kernel, words, failing))
+        if self.name == "missing":
+            gone: dict[KernelId, list[str]] = {}
+            for row in comparison.missing:
+                gone.setdefault(row.id, []).append(row.call.name)
+            for kernel, calls in gone.items():
+                more = f" and {counted(len(calls) - 1, 'other call')}" if len(calls) > 1 else ""
+                found.append(Failure(self, kernel, f"on {calls[0]}{more}"))
         return found
 
-    def undecided(self, comparison: Comparison) -> list[str]:
-        """Return the kernels for which the condition could be met, but is not shown to be.
+    def open_pairs(self, comparison: Comparison, kernel: KernelChange) -> list[Pair]:
+        """Return the calls of a kernel that neither meet the condition nor exclude it.
 
-        A slowdown must be at least `RELEVANT`. If all calls together exclude it, only calls count
+        An unconfirmed time may hide any slowdown. Otherwise, a slowdown must be at least
+        `RELEVANT`. If all calls together exclude it, only calls count
         that may be slower by more than `TIE`: with many calls, some intervals are wide by chance.
         """
-        found = []
         share = max(self.share, RELEVANT - 1)
-        for each in comparison.kernels:
-            is_excluded = each.speed is not None and not each.speed.may_be_slower_by(share)
-            limit = max(share, TIE - 1) if is_excluded else share
-            count = sum(
-                pair.speed is not None
-                and pair.speed.may_be_slower_by(limit)
-                and not pair.speed.is_slower_by(self.share)
-                if self.name == "slow"
-                else self.name == "less-accurate"
-                and pair.accuracy is not None
-                and pair.accuracy.verdict == "inconclusive"
-                for pair in each.pairs
-            )
-            if count:
-                found.append(f"{each.kernel} on {count:,} of {counted(len(each.pairs), 'call')}")
-        return found
+        is_excluded = kernel.speed is not None and not kernel.speed.may_be_slower_by(share)
+        limit = max(share, TIE - 1) if is_excluded else share
 
-    def _holds(self, pair: Pair) -> bool:
+        def is_open(pair: Pair) -> bool:
+            if self.name == "less-accurate":
+                return pair.accuracy is not None and pair.accuracy.verdict == "inconclusive"
+            if self.name != "slow" or pair.speed is None:
+                return self.name == "slow" and comparison.hides_speed(pair)
+            return pair.speed.may_be_slower_by(limit) and not self.holds(pair)
+
+        return [pair for pair in kernel.pairs if is_open(pair)]
+
+    def holds(self, pair: Pair) -> bool:
+        """Return True if a kernel meets the condition on a single call."""
         match self.name:
             case "slow":
                 return bool(pair.speed and pair.speed.is_slower_by(self.share))
             case "inaccurate":
-                reason = pair.accuracy.reason if pair.accuracy else ""
-                return pair.before.is_correct and reason in ("now-inaccurate", "more-nan")
+                return pair.became_wrong
         word = {"less-accurate": "worse", "error": "failed", "missing": "refused"}[self.name]
         return word in pair.changes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Kernel that meets a condition."""
+
+    condition: Condition
+    kernel: KernelId
+    words: str
+    """Calls in words, such as `on 3 of 12 calls` or `over all calls`."""
+    pairs: tuple[Pair, ...] = ()
+    """Pairs that meet the condition; none if rows are missing, or all calls together meet it."""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.words}"
 
 
 def read_conditions(text: str | None) -> list[Condition]:
@@ -124,27 +143,10 @@ def read_share(text: str, option: str) -> float:
     return value
 
 
-def undecided(comparisons: Sequence[Comparison], conditions: Iterable[Condition]) -> list[str]:
-    """Return a sentence for each condition that could not be decided, with the kernels.
-
-    The sentence about `slow` ends with the smallest slowdown that the runs could have shown.
-    """
-    sentences = []
-    for comparison in comparisons:
-        for condition in conditions:
-            if found := condition.undecided(comparison):
-                sentence = f"{condition}: {', '.join(found)}"
-                smallest = smallest_slowdown(comparison, condition.share)
-                if condition.name == "slow" and smallest:
-                    sentence += f" ({smallest})"
-                sentences.append(sentence)
-    return sentences
-
-
 def failures(comparisons: Iterable[Comparison], conditions: Iterable[Condition]) -> list[str]:
     """Return a sentence for each condition that is met, with the kernels that meet it."""
     return [
-        f"{condition}: {', '.join(found)}"
+        f"{condition}: {', '.join(map(str, found))}"
         for comparison in comparisons
         for condition in conditions
         if (found := condition.failures(comparison))

@@ -37,6 +37,16 @@ class Run:
         """Names of the devices, without duplicates."""
         return sorted({row.machine.device for row in self.rows} - {""})
 
+    @property
+    def commit(self) -> str:
+        """Commits of the rows, joined by `and`; a resumed run may have several."""
+        return " and ".join(dict.fromkeys(row.commit for row in self.rows if row.commit))
+
+    @property
+    def measured_at(self) -> str:
+        """Beginning of the run in UTC (ISO 8601); empty if the rows have no date."""
+        return min((row.measured_at for row in self.rows if row.measured_at), default="")
+
 
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read the rows of a file as a run.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from capture.text.counted import counted
 from replay.comparison.row_matching import Difference
-from replay.rows.row import HERE, KernelId, Row, SpeedVerdict
+from replay.rows.row import HERE, INTERRUPTED_BLOCKS, KernelId, Row, SpeedVerdict
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import (
     RELEVANT,
@@ -29,6 +30,7 @@ SpeedReason = Literal[
     "interval-below-1",
     "interval-includes-1",
     "noisy",
+    "interrupted",
     "too-few-rounds",
     "too-few-calls",
 ]
@@ -82,13 +84,24 @@ class SpeedChange:
         return None if self.high is None else self.high / self.ratio * (1 + share) - 1
 
 
-def smallest_in_words(slowdowns: Sequence[float], against: str = "") -> str:
-    """Describe the smallest slowdowns that rows could have shown; empty without rows."""
-    if not slowdowns:
-        return ""
-    half, every = percentile(slowdowns, 50), max(slowdowns)
-    shares = f"{half:.1%} on half of the rows, {every:.1%} on all"
-    return f"smallest slowdown{against} that would show: {shares}"
+def smallest_in_words(slowdowns: Sequence[float | None], against: str = "") -> str:
+    """Describe the slowdowns that rows could not have shown; empty without rows.
+
+    Args:
+        slowdowns: smallest slowdown that each row would have shown; None if it has no interval.
+        against: words after `slowdowns`, such as `against the baseline`.
+    """
+    known = [each for each in slowdowns if each is not None]
+    words = f"slowdowns {against}".strip()
+    unknown = len(slowdowns) - len(known)
+    if not known:
+        subject = f"the smallest slowdown {against}".strip()
+        return f"{subject} that would show is unknown" if unknown else ""
+    half, every = f"{percentile(known, 50):.1%}", f"{max(known):.1%}"
+    text = f"{words} below {half} would not show"
+    if half != every:
+        text += f" on half of the rows, and below {every} not on all"
+    return f"{text}; unknown for {counted(unknown, 'row')}" if unknown else text
 
 
 class _Figure(NamedTuple):
@@ -131,9 +144,25 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
         return None
     ratio = new.figure / old.figure
     if old.within is None or new.within is None:
-        return SpeedChange(ratio, None, None, "inconclusive", "too-few-rounds", basis)
+        reason: SpeedReason = "too-few-rounds"
+        if any(is_interrupted(row) for row in (before, after)):
+            reason = "interrupted"
+        return SpeedChange(ratio, None, None, "inconclusive", reason, basis)
     within = ratio_interval(new.figure, new.within, old.figure, old.within)
     return SpeedChange(ratio, *within, *judge(within, spread), basis)
+
+
+def is_interrupted(row: Row) -> bool:
+    """Return True if other programs interrupted too many samples of a row, or of its baseline."""
+    if INTERRUPTED_BLOCKS in row.flags or (row.speedup and row.speedup.reason == "interrupted"):
+        return True
+    time = row.time_ms
+    return bool(time and len(time.whole) < min(MINIMUM_ROUNDS, len(time.samples)))
+
+
+def ratio_text(ratio: float) -> str:
+    """Format a ratio such as `0.95×`, and one below 0.1 with its first digit."""
+    return f"{ratio:.2f}×" if ratio >= 0.1 else f"{ratio:.1g}×"
 
 
 def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | None:

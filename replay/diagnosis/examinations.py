@@ -13,7 +13,7 @@ import torch
 from attention_replay.errors import Error
 from capture.call.attention_call import Origin
 from capture.storage.json_data import shown
-from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
+from replay.bench.runner import BEYOND_SDPA
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import (
@@ -30,6 +30,7 @@ from replay.diagnosis.modes import WHERE, Mode
 from replay.diagnosis.server import serve
 from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel, find
+from replay.rows.row import DEFAULT_BASELINE
 from replay.rows.row_files import rebuilt
 from replay.workers.messages import reading
 from replay.workers.process import Died, Process

@@ -9,7 +9,9 @@ import torch
 
 from capture.call.shape import Shape
 from replay.bench.settings import Settings
+from replay.distribution.pace import KernelWork
 from replay.kernels.registry import Kernel
+from replay.rows.row import KernelId
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.machine import cpu_flops_per_second
 from replay.timing.rounds import MAXIMUM_WARM_UP_MS, MINIMUM_WARM_UP_MS
@@ -63,6 +65,13 @@ def expected_seconds(
     }
     mean = sum(found.values()) / len(found) if found else 1.0
     return {name: found.get(name, mean) for name in metadata}
+
+
+def kernel_work(calls: Sequence[Workload], assigned: Mapping[str, Sequence[Kernel]]) -> KernelWork:
+    """Return the kernels that run on each call, and the form of each call."""
+    kernels = [KernelId(each.name, name) for name, own in assigned.items() for each in own]
+    forms = {call.label: (call.on, call.source.metadata().form) for call in calls}
+    return KernelWork([*map(str, kernels)], forms)
 
 
 def flops(metadata: CallMetadata) -> float:

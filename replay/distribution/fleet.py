@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from replay.bench.runner import DONE
+from replay.bench.reported_stages import DONE, FIRST_CALLS, FIRST_CALLS_DONE
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device, held
 from replay.distribution.shared_compiling import Compilation, compilations
@@ -81,7 +81,7 @@ class Fleet:
     def __init__(self, slots: Sequence[DeviceSlot], pool: ThreadPoolExecutor) -> None:
         self._slots = slots
         self._pool = pool
-        self._events: SimpleQueue[Future[Any] | tuple[Workload, str]] = SimpleQueue()
+        self._events: SimpleQueue[Future[Any] | tuple[Workload, str, str]] = SimpleQueue()
 
     @property
     def at_a_time(self) -> int:
@@ -136,8 +136,10 @@ class Fleet:
             yield from _finished(outcome, earlier, first_ms)
         left = {slot.device.kind for slot in self._slots if not slot.is_lost}
         waiting = schedule.waiting
-        for *_, outcome in failed.values():  # no other device took these calls
+        for workload in [call for call in schedule.calls if id(call) in failed]:
+            outcome = failed[id(workload)][-1]  # no other device took the call
             if outcome.rows or outcome.device.kind in left:
+                report(workload, DONE)
                 yield from _finished(outcome, [], {})
                 waiting -= 1
         if waiting:
@@ -166,6 +168,7 @@ class Fleet:
 
         work = partial(self._first_calls, settings=settings)
         for slot, job, future in self._spread(take, work, report):
+            report(job.workload, FIRST_CALLS_DONE, slot.device.name)
             schedule.prefer(job.workload, slot.device.name)
             with contextlib.suppress(WorkerError):  # the replay will report the same error
                 made = found.setdefault((slot.device.host, job.workload.label), {})
@@ -224,12 +227,13 @@ class Fleet:
         self, slot: DeviceSlot, job: Compilation, settings: Settings
     ) -> Mapping[KernelId, float]:
         """Make first calls on a device, in a separate thread."""
-        named = replace(job.workload, name=f"first calls, {job.workload.name}")
-        return slot.workers.first_calls(named, job.assigned, settings, partial(self._say, slot))
+        say = partial(self._say, slot)
+        say(job.workload, FIRST_CALLS)
+        return slot.workers.first_calls(job.workload, job.assigned, settings, say)
 
-    def _say(self, slot: DeviceSlot, workload: Workload, stage: str) -> None:
+    def _say(self, slot: DeviceSlot, workload: Workload, stage: str, device: str = "") -> None:
         if stage != DONE:
-            self._events.put((workload, f"{stage} on {slot.device.name}"))
+            self._events.put((workload, stage, device or slot.device.name))
 
 
 def _finished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,11 @@ class TimeLimit:
     def elapsed(self) -> float:
         """Return the seconds since construction."""
         return self._clock() - self._began
+
+    @property
+    def left(self) -> float:
+        """Return the seconds until the limit, or 0 after it; infinity without a limit."""
+        return math.inf if self.seconds is None else max(self.seconds - self.elapsed, 0.0)
 
     def allows(self, seconds: float) -> bool:
         """Return whether work of this duration would end in time."""

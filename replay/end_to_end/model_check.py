@@ -37,6 +37,7 @@ from replay.end_to_end.model_process import (
 from replay.end_to_end.predicted_times import RUN, Clocked, PredictedTime
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
 from replay.end_to_end.undisturbed_times import by_round, delayed
+from replay.plan.call_matching import RowsByCall
 from replay.rows.row import CallFacts, KernelId, Row, Speedup, Status, TimeSummary
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import paired_speedup, summarize
@@ -177,8 +178,8 @@ def check(
         text: for language models, a text to compute perplexity on.
         kernel_at: kernel of each module, phase, key length and step, by the name of each variant
             that is a plan.
-        own_kernel: the kernel that stands for the model's own attention. It is also swapped in, to
-            measure what swapping costs; None not to measure it.
+        own_kernel: the kernel of `own_kernel_of`. It is also swapped in, to measure what swapping
+            costs; None not to measure it.
         save_output: a directory for pictures and texts of every variant.
 
     Raises:
@@ -214,6 +215,15 @@ def check(
             own.drained = _attempt(swapped, process, drained)
     at = kernel_at or {}
     return [_checked(capture, rows, arm, own, reference, at, seed, mismatch) for arm in shown]
+
+
+def own_kernel_of(rows: Sequence[Row]) -> str | None:
+    """Return the kernel that stands for the model's own attention; None if there are several."""
+    if all(row.call.road == "sdpa" for row in rows):  # also runs a backend that the model pinned
+        return OWN
+    replayed = RowsByCall(rows, OWN)
+    names = {replayed.own(call.name) for call in replayed.timed()}
+    return names.pop() if len(names) == 1 else None
 
 
 def _run_rounds(arms: Sequence[_Arm], process: ModelRuns, requested: int | None, seed: int) -> None:

@@ -146,6 +146,7 @@ class LocalJudge:
             chosen=verdict.errors if is_sparse else None,
             where=verdict.where,
             spoilt_rows=verdict.spoilt_rows,
+            tolerance_ratio=verdict.tolerance_ratio,
         )
         judged = Judged(finding, accuracy, expected.kept)
         if not self._compare_stats:

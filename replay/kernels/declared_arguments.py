@@ -96,9 +96,11 @@ class DeclaredArguments:
         needed = [] if self._takes_more else [*_TENSORS, *beyond]
         missing = [each for each in needed if each not in self._own]
         if unknown or missing:
-            wrong = f"requires {unknown[0]}" if unknown else f"has no argument {missing[0]}"
+            wrong = f"has no argument {missing[0]}: add it" if missing else ""
+            if unknown:
+                wrong = f"requires {unknown[0]}: give it a default or drop it"
             stub = STUB.format(name if name.isidentifier() else "attention")
-            raise SignatureError(f"{name} {wrong}; declare what the kernel needs of {stub}")
+            raise SignatureError(f"{name} {wrong}; a kernel may have any arguments of {stub}")
 
     @property
     def are_sdpas(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import importlib.metadata
 import re
 from pathlib import Path
@@ -19,9 +21,47 @@ _ADAPTERS = Path(__file__).with_name("adapters")
 
 
 def parts(patterns: str) -> list[str]:
-    """Split comma-separated names and globs, except at commas in brackets (options of variants)."""
+    """Split comma-separated names and globs, except at commas in brackets (options of variants).
+
+    A glob of a user's file, `FILE.py:GLOB`, becomes the names of the kernels that it registers.
+    """
     given = re.split(r",(?![^\[\]]*\])", patterns)
-    return [part for part in map(str.strip, given) if part]
+    return [name for part in map(str.strip, given) if part for name in _of_file(part)]
+
+
+def registrations(path: str | Path) -> dict[str, str]:
+    """Return the functions that a file decorates with `register_kernel`, by kernel.
+
+    The file is not imported. Kernels whose names are computed are missing, and so are all kernels
+    of a file that cannot be parsed.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return {}
+    return {
+        str(decorator.args[0].value): node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+        and ast.unparse(decorator.func).endswith("register_kernel")
+        and decorator.args
+        and isinstance(decorator.args[0], ast.Constant)
+    }
+
+
+def function_of(path: str | Path, name: str) -> str:
+    """Return the function that a user's kernel `path:name` means, which may be registered so."""
+    return registrations(path).get(name, name)
+
+
+def _of_file(part: str) -> list[str]:
+    path, _, glob = part.rpartition(":")
+    if not path.endswith(".py") or not re.search(r"[*?]", glob):
+        return [part]
+    found = fnmatch.filter(registrations(path), glob.replace("[", "[[]"))
+    return [f"{path}:{name}" for name in found] or [part]
 
 
 def look_known(patterns: str) -> bool:

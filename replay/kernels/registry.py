@@ -38,7 +38,7 @@ from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
 from replay.kernels.declared_arguments import adapted, original
-from replay.kernels.kernel_names import ENTRY_POINTS, USER_MODULE, parts
+from replay.kernels.kernel_names import ENTRY_POINTS, USER_MODULE, parts, registrations
 from replay.kernels.registered_functions import Received, Registered, functions, received, source_of
 from replay.rows.errors_of_output import AccuracyClass
 
@@ -299,7 +299,10 @@ def registered() -> tuple[str, ...]:
 
 
 def _from_file(target: str) -> Kernel:
-    """Return the kernel of a user's `path/file.py:function`, without importing the file yet."""
+    """Return the kernel of a user's `path/file.py:name`, without importing the file yet.
+
+    The name is that of a function, or the name under which the file registers a kernel.
+    """
     path, _, function = target.rpartition(":")
     if not target.isprintable():
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
@@ -312,7 +315,10 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: {reason}") from error
     # The file may import the function, so refuse only a file that does not mention its name.
     if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", source):
-        own = re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)
+        if re.search(r"[*?]", function):
+            hint = f"{path} decorates no function with `register_kernel` under such a name"
+            raise KernelNameError(f"no kernel {target!r}: {hint}")
+        own = [*re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE), *registrations(path)]
         near = difflib.get_close_matches(function, own)
         hint = f"did you mean {', '.join(near)}?" if near else "add it"
         raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
@@ -338,11 +344,12 @@ def _function_of_file(path: str, function: str) -> Attention:
             del sys.modules[name]
             raise
     module = sys.modules[name]  # a module may replace its entry in `sys.modules`
+    known = _kernels.get(function)
+    is_name = function in registrations(path) or not hasattr(module, function)
+    if is_name and known is not None and known.source and known.load is None:
+        return original(known.attention)
     if not hasattr(module, function):
-        known = _kernels.get(function)
-        own = "" if known is None else getattr(known.attention, "__name__", "")
-        hint = f": it registers {own} by that name" if own in vars(module) else ""
-        raise KernelNameError(f"{path} has no function {function!r}{hint}")
+        raise KernelNameError(f"{path} has no function {function!r}")
     attention = getattr(module, function)
     if not callable(attention):
         raise KernelNameError(f"{function} in {path} is not a function")
@@ -379,9 +386,10 @@ def _foreign(name: str, load: Callable[[], Attention], about: str, source: str) 
             _kernels.clear()
             _kernels.update(before)
             raise
-        for kernel in _kernels.values():
-            if original(kernel.attention) is attention:
-                return replace(kernel, name=name, source=source, load=None)
+        own = name.rpartition(":")[2]
+        known = [each for each in _kernels.values() if original(each.attention) is attention]
+        for kernel in sorted(known, key=lambda each: each.name != own):
+            return replace(kernel, name=name, source=source, load=None)
         return of_function(name, attention, about=about, source=source)
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
@@ -416,7 +424,8 @@ def find(name: str) -> Kernel:
     if base in kernels and name.endswith("]") and kernels[base].options is not None:
         return _with_texts(kernels[base], given.removesuffix("]"))
     near = difflib.get_close_matches(name, kernels, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else "see `replay kernels`"
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    hint += "`replay kernels` lists them"
     if name.endswith(".py"):
         hint = f"name a function in it, {name}:FUNCTION"
     raise KernelNameError(f"no kernel {name!r}: {hint}")

@@ -29,7 +29,7 @@ class Applied:
         """Give the pipeline its own attention again; do nothing if the plan was removed before.
 
         Warns:
-            UserWarning: as at the end of `use_plan`.
+            UserWarning: no kernel handled a call.
         """
         atexit.unregister(self.remove)
         self._stack.close()
@@ -46,6 +46,8 @@ class Applied:
         self.remove()
 
     def __str__(self) -> str:
+        if self.plan is None:
+            return "no plan: the model keeps its own attention"
         return str(self.swap)
 
 
@@ -62,7 +64,7 @@ def apply(
     removal first.
 
     Args:
-        plan: a file written by `replay plan`, or a `Plan`.
+        plan: a file written by `replay tune` or `replay plan`, or a `Plan`.
         module: a diffusers pipeline, a `torch.nn.Module`, or a dict of name → module.
         any_device: use the plan on a type of GPU other than the one it was made on, or on a CPU.
         trust_code: allow kernels that the plan names as `file.py:function`, whose code runs.

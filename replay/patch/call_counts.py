@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from capture.text.counted import counted
 from replay.patch.planned_modules import NOT_PLANNED
-from replay.plan.key_lengths import KeyLengths
+from replay.plan.key_lengths import MOST_KEYS, KeyLengths
 from replay.plan.step_ranges import StepRange
 
 
@@ -52,11 +54,13 @@ class Swap:
     missing: list[str] = field(default_factory=list)
     """Modules that the plan names but the model does not have."""
     planned_lengths: Sequence[KeyLengths] = ()
-    """Key lengths that the plan was made for; empty for any length."""
+    """Key lengths that the plan was made for, shortest first; empty for any length."""
     other_lengths: KeyLengths | None = None
     """Range of the handled calls' key lengths that the plan was not made for."""
     with_other_lengths: int = 0
     """Number of these calls."""
+    advice: str = "record such a run and plan again"
+    """End of the warnings about other lengths and steps; empty for no warnings."""
     planned_steps: StepRange | None = None
     """Denoising steps that the plan was made for; None for any step."""
     other_steps: StepRange | None = None
@@ -77,20 +81,38 @@ class Swap:
         return counts
 
     def count_length(self, kv_len: int) -> None:
-        """Count a handled call if its key length is outside `planned_lengths`."""
-        if any(low <= kv_len <= high for low, high in self.planned_lengths):
+        """Count a handled call with a length outside `planned_lengths`; warn of the first."""
+        index = bisect_right(self.planned_lengths, (kv_len, MOST_KEYS)) - 1
+        if index >= 0 and kv_len <= self.planned_lengths[index].high:
             return
-        low, high = self.other_lengths or (kv_len, kv_len)
+        before = self.other_lengths
+        low, high = before or (kv_len, kv_len)
         self.other_lengths = KeyLengths(min(low, kv_len), max(high, kv_len))
         self.with_other_lengths += 1
+        if before is None:
+            self._warn(
+                f"a call has {self.other_lengths}, for which the plan was not made, and runs the "
+                "kernel of the nearest length"
+            )
 
     def count_step(self, step: int) -> None:
-        """Count a call of a planned module whose step no choice names, if the plan ends before."""
+        """Count a call of a planned module after the last step that the plan names; warn of the
+        first."""
         if self.planned_steps is None or step <= self.planned_steps.last:
             return
-        first, last = self.other_steps or (step, step)
+        before = self.other_steps
+        first, last = before or (step, step)
         self.other_steps = StepRange(min(first, step), max(last, step))
         self.at_other_steps += 1
+        if before is None:
+            self._warn(
+                f"a call at {self.other_steps} is after the last step that the plan was made for, "
+                "and runs the model's own attention"
+            )
+
+    def _warn(self, sentence: str) -> None:
+        if self.advice:
+            warnings.warn(f"{sentence}: {self.advice}", stacklevel=4)
 
     @property
     def on_other_steps(self) -> str:

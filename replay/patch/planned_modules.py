@@ -39,6 +39,9 @@ Choices = Mapping[str, KernelsByLength]
 NOT_PLANNED = "not in the plan"
 BY_LENGTH = "prefill or decode"
 
+ADAPTERS = ("base_model.model.", "base_model.")
+"""Beginnings of paths below a wrapper of peft: of adapted layers, and of learned prompts."""
+
 
 class _Running(threading.local):
     """Phase, and choices of the modules that the calling thread is currently in."""
@@ -115,7 +118,8 @@ class PlannedModules:
     Args:
         choices: the kernels of each phase, by module path.
         watched: a module, a pipeline, or a dict of name → module; by default, all live modules
-            with these paths. Paths match with or without a leading component name.
+            with these paths. Paths match with or without a leading component name, and with or
+            without a wrapper of peft.
 
     Raises:
         PlanMismatch: none of the modules was found.
@@ -212,6 +216,33 @@ def _find(
     choices: Mapping[str, Choices], named: Sequence[tuple[str, nn.Module]]
 ) -> tuple[list[nn.Module], dict[nn.Module, str]]:
     """Return the roots that contain planned modules, and the plan's path of each such module."""
+    found = _below({path: path for path in choices}, named)
+    if not found:
+        # Either the model that was recorded or this one may be wrapped by peft.
+        inner = [(name, _adapted(root)) for name, root in named]
+        for prefix in ADAPTERS:
+            bare = {path.replace(prefix, "", 1): path for path in choices}
+            found = found or _below(bare, inner)
+    return list(found), {module: path for at in found.values() for module, path in at.items()}
+
+
+def _adapted(root: nn.Module) -> nn.Module:
+    """Return the model inside a wrapper of peft, or else the model itself."""
+    if not hasattr(type(root), "get_base_model"):
+        return root
+    inner = root.get_base_model()  # type: ignore[operator]
+    return uncompiled(inner) if isinstance(inner, nn.Module) else root
+
+
+def _below(
+    paths: Mapping[str, str], named: Sequence[tuple[str, nn.Module]]
+) -> dict[nn.Module, dict[nn.Module, str]]:
+    """Return the planned modules below each root, with the plan's paths.
+
+    Args:
+        paths: the plan's path of each path to look for.
+        named: roots with their names, which may be empty.
+    """
 
     def look(ways: Callable[[str], Mapping[str, str]]) -> dict[nn.Module, dict[nn.Module, str]]:
         found = {}
@@ -225,26 +256,26 @@ def _find(
     def whole(name: str) -> dict[str, str]:
         """Map paths below a root of this name to the plan's paths."""
         if not name:
-            return {path: path for path in choices}
-        inside = {path: path for path in choices if f"{path}.".startswith(f"{name}.")}
-        return {path[len(name) + 1 :]: planned for path, planned in inside.items()}
+            return dict(paths)
+        inside = {path for path in paths if f"{path}.".startswith(f"{name}.")}
+        return {path[len(name) + 1 :]: paths[path] for path in inside}
 
     found = look(whole)
     if not found:
         # Paths without their first name may be ambiguous, which does not matter if full paths fit.
-        shortened = _shortened(choices)
+        shortened = _shortened(paths)
         found = look(lambda name: shortened)
         without_name = look(lambda name: whole(""))
         if sum(map(len, without_name.values())) > sum(map(len, found.values())):
             found = without_name
-    return list(found), {module: path for at in found.values() for module, path in at.items()}
+    return found
 
 
-def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
-    """Map the plan's paths, shortened by their first name, to the full paths."""
+def _shortened(paths: Mapping[str, str]) -> dict[str, str]:
+    """Map paths, shortened by their first name, to the plan's paths."""
     short: dict[str, str] = {}
-    for path in choices:
-        rest = path.partition(".")[2]
+    for written, path in paths.items():
+        rest = written.partition(".")[2]
         if rest and short.setdefault(rest, path) != path:
             raise PlanMismatch(
                 f"the plan names {path!r} and {short[rest]!r}, which differ only in their "

@@ -127,7 +127,7 @@ def use_plan(
     compiled, not a function around it, before the block.
 
     Args:
-        plan: a file written by `replay plan`, or a `Plan`.
+        plan: a file written by `replay tune` or `replay plan`, or a `Plan`.
         module: the model, needed if several models in this process have modules of these names:
             a `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
         any_device: use the plan on a type of GPU other than the one it was made on, or on a CPU.
@@ -146,9 +146,10 @@ def use_plan(
         RuntimeError: another swap, or a recording, is active.
 
     Warns:
-        UserWarning: at the end of the block, if no kernel handled a call; if calls had key lengths
-            that the plan was not made for, which ran the kernel of the nearest range; or if there
-            were later steps than the plan names, which ran the model's own attention.
+        UserWarning: at the first call with a key length that the plan was not made for, which runs
+            the kernel of the nearest range; at the first call after the last step that the plan
+            names, which runs the model's own attention; and at the end of the block, if no kernel
+            handled a call.
 
     Example:
         >>> with use_plan("plan.json") as swap:
@@ -178,10 +179,6 @@ def use_plan(
         swap.missing, swap.planned_lengths = places.missing, plan.kv_lens
         swap.planned_steps = plan.steps
         yield swap
-    if swap.other_lengths is not None:
-        warnings.warn(f"{swap.on_other_lengths}: record such a run and plan again", stacklevel=3)
-    if swap.other_steps is not None:
-        warnings.warn(f"{swap.on_other_steps}: record such a run and plan again", stacklevel=3)
 
 
 def _choices(plan: Plan) -> tuple[dict[str, Choices], dict[str, KernelsByStep]]:

@@ -79,11 +79,14 @@ def kernels_by_length(kernels: Iterable[tuple[KeyLengths, str]]) -> KernelsByLen
 
 def kernel_for(kv_len: int, kernels: KernelsByLength) -> str:
     """Return the kernel of a key length. `torch.compile` can trace this function."""
-    *longer, (_, shortest) = kernels
-    for start, kernel in longer:
-        if kv_len >= start:
-            return kernel
-    return shortest
+    first, last = 0, len(kernels) - 1
+    while first < last:  # `bisect` cannot be traced
+        middle = (first + last) // 2
+        if kv_len >= kernels[middle][0]:
+            last = middle
+        else:
+            first = middle + 1
+    return kernels[first][1]
 
 
 def within_reach(ranges: Iterable[KeyLengths]) -> list[KeyLengths]:

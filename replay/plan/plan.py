@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attention_replay.errors import Error
+from attention_replay.errors import Error, check_type
 from capture.storage.json_data import parsed, shown, typed
+from capture.storage.plain_files import possible
 from replay.plan.key_lengths import (
     MOST_KEYS,
     KernelsByLength,
@@ -48,7 +49,7 @@ METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
 DENOISE = "denoise"
 """Phase whose calls belong to denoising steps (`capture.hooks.phases`)."""
 
-HOW = "make one with `replay plan --dir DIR --budget cosine=0.998`"
+HOW = "make one with `replay tune`, or with `replay plan --dir DIR --budget cosine=0.998`"
 
 
 class PlanError(Error):
@@ -312,10 +313,9 @@ class Plan:
             PlanError: the file does not exist, or is not a plan that this version can read.
             TypeError: `path` is neither a text nor a path.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"a plan is a Plan or the path of its file, not {type(path).__name__}")
+        check_type("plan", path, (str, os.PathLike), "a Plan or the path of its file")
         try:
-            data = parsed(Path(path).read_text(encoding="utf-8"))
+            data = parsed(possible(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"cannot read the plan {path} ({error.strerror}): {HOW}") from error
         except ValueError as error:

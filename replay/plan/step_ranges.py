@@ -7,6 +7,7 @@ layer contains keeps the model's own attention.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -20,6 +21,12 @@ MOST_STEPS = 10_000
 
 MARK = "by step: "
 """Beginning of the text of `KernelsByStep`, which no kernel's name has."""
+
+MOST_KERNELS = 1_000_000
+"""Largest number of kernels of a layer, counted in each range of steps."""
+
+LONGEST = 200
+"""Largest number of characters of a text that names the kernels."""
 
 
 class StepRange(NamedTuple):
@@ -57,9 +64,14 @@ class KernelsByStep:
         return [steps.first for steps, _ in self.parts]
 
     def __str__(self) -> str:
-        """Name all kernels: `by step: steps 0 to 3: fa2; steps 4 to 9: fa2 from 38 keys, sage1`."""
-        parts = (f"{steps}: {_text(kernels)}" for steps, kernels in self.parts)
-        return MARK + "; ".join(parts)
+        """Name all kernels: `by step: steps 0 to 3: fa2; steps 4 to 9: fa2 from 38 keys, sage1`.
+
+        A digest stands for a long text, which compiled graphs would copy in each call.
+        """
+        text = "; ".join(f"{steps}: {_text(kernels)}" for steps, kernels in self.parts)
+        if len(text) > LONGEST:
+            text = f"{len(self.parts)} ranges, {hashlib.sha256(text.encode()).hexdigest()}"
+        return MARK + text
 
 
 def _text(kernels: KernelsByLength) -> str:
@@ -72,7 +84,7 @@ def kernels_by_step(choices: Iterable[tuple[StepRange, KeyLengths, str]]) -> Ker
     """Return the kernels of a layer's ranges of steps and key lengths.
 
     Raises:
-        ValueError: two choices are for the same step and length.
+        ValueError: two choices are for the same step and length, or there are too many of them.
     """
     begin: dict[int, list[tuple[KeyLengths, str]]] = {}
     end: dict[int, list[tuple[KeyLengths, str]]] = {}
@@ -81,12 +93,16 @@ def kernels_by_step(choices: Iterable[tuple[StepRange, KeyLengths, str]]) -> Ker
         end.setdefault(steps.last + 1, []).append((lengths, kernel))
     parts: list[tuple[StepRange, KernelsByLength]] = []
     active: list[tuple[KeyLengths, str]] = []
+    number = 0
     for first, following in itertools.pairwise(sorted({*begin, *end})):
         for choice in end.get(first, ()):
             active.remove(choice)
         active += begin.get(first, ())
         if not active:
             continue
+        number += len(active)
+        if number > MOST_KERNELS:
+            raise ValueError(f"a layer has more than {MOST_KERNELS:,} kernels in ranges of steps")
         steps = StepRange(first, following - 1)
         try:
             kernels = kernels_by_length(active)

@@ -9,6 +9,7 @@ from replay.report.matrix import BUSY, Cell, Matrix
 from replay.report.pooled import pooled_speedup
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import KernelId
+from replay.timing.statistics import RELEVANT
 
 
 def answer(found: Matrix) -> str:
@@ -26,25 +27,38 @@ def answer(found: Matrix) -> str:
     baselines = list(dict.fromkeys(kind.baseline for kind in found.kinds if kind.baseline))
     if not baselines:
         able = [
-            each for each in found.kernels if {c.outcome for c in found.row(each)} != {"cannot"}
+            kernel
+            for kernel in found.kernels
+            if any(cell.outcome not in ("wrong", "cannot") for cell in found.row(kernel))
         ]
         if len(able) == 1:
-            return f"Only {able[0]} ran, so nothing is compared."
+            return f"Only {able[0]} ran correctly, so nothing is compared."
         return "No kernel was timed beside a baseline, so there are no speed-ups."
     keep = baselines[0] if len(baselines) == 1 else "what the model calls"
     exact = _chosen(found, "exact")
-    sentences = [_exact_sentence(found, exact, keep)]
     best = {at: kernel for kernel, kinds in exact.items() for at in kinds}
-    sentences += [
-        f"{kernel} is {_ratios(found, kernel, kinds)} {_where(found, kinds)}, quantised: "
-        f"relative error {_worst_error(found, kernel, kinds):.1e}."
+    quantised = {
+        kernel: kinds
         for kernel, chosen in _chosen(found, "quantised").items()
         if (kinds := [at for at in chosen if _is_faster(found, at, kernel, best.get(at))])
+    }
+    sentences = [
+        f"{kernel} is {_ratios(found, kernel, kinds)} {_where(found, kinds)}, quantised: "
+        f"relative error {_worst_error(found, kernel, kinds):.1e}."
+        for kernel, kinds in quantised.items()
     ]
-    return " ".join(sentences)
+    decided = {at for kinds in quantised.values() for at in kinds}
+    return " ".join([_exact_sentence(found, exact, decided, keep), *sentences])
 
 
-def _exact_sentence(found: Matrix, exact: dict[KernelId, list[int]], keep: str) -> str:
+def _exact_sentence(
+    found: Matrix, exact: dict[KernelId, list[int]], decided: Collection[int], keep: str
+) -> str:
+    """Return the sentence on exact kernels.
+
+    Args:
+        decided: kinds of call with a faster quantised kernel.
+    """
     total = len(found.kinds)
     if exact:
         parts = [
@@ -59,7 +73,7 @@ def _exact_sentence(found: Matrix, exact: dict[KernelId, list[int]], keep: str) 
         if found.class_of(kernel) == "exact" and (faster := outcomes.count("faster")):
             return (
                 f"Keep {keep}: {kernel} is faster in {faster} of {total} kinds of call, but wrong "
-                f"in {outcomes.count('wrong')}."
+                f"or failing in {outcomes.count('wrong')}."
             )
     rows = [found.row(kernel) for kernel in found.kernels if found.class_of(kernel) == "exact"]
     others = [cells for cells in rows if all(cell.outcome != "baseline" for cell in cells)]
@@ -69,14 +83,24 @@ def _exact_sentence(found: Matrix, exact: dict[KernelId, list[int]], keep: str) 
     if all(cell.outcome == "cannot" for cells in rivals for cell in cells):
         return f"Keep {keep}: no other exact kernel tested ran correctly."
     undecided = [
-        at for at in range(total) if any(cells[at].outcome == "inconclusive" for cells in rivals)
+        at
+        for at in range(total)
+        if at not in decided and any(_may_be_faster(cells[at]) for cells in rivals)
     ]
     if undecided:
         reason = _reason([cells[at] for at in undecided for cells in rivals])
         kinds = "" if total == 1 else f" in {len(undecided)} of {total} kinds of call"
-        return f"Undecided{kinds} ({reason}): no kernel is shown to be faster than {keep}."
+        return f"Undecided{kinds} ({reason}): no exact kernel is shown to be faster than {keep}."
     kinds = "" if total == 1 else f" in {total} of {total} kinds of call"
+    if decided:
+        return f"Keep {keep}: no exact kernel is shown to be faster{kinds}."
     return f"Keep {keep}: no kernel tested is faster{kinds}."
+
+
+def _may_be_faster(cell: Cell) -> bool:
+    """Return True if a cell is inconclusive, and its interval does not exclude a relevant gain."""
+    high = cell.speedup.high if cell.speedup else None
+    return cell.outcome == "inconclusive" and (high is None or high >= RELEVANT)
 
 
 def _chosen(found: Matrix, accuracy_class: AccuracyClass) -> dict[KernelId, list[int]]:

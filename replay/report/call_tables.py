@@ -14,9 +14,9 @@ from rich.text import Text
 from capture.text.printable import printable
 from replay.report.cells import cell
 from replay.report.fitted import FittedTable
-from replay.report.groups import Group, group_rows, joined, names_by_sentence, place, told_apart
+from replay.report.groups import Group, group_rows, names_by_sentence, place
 from replay.report.pooled import worst
-from replay.report.ranking import details, fastest, is_correct, rank
+from replay.report.ranking import is_correct, rank
 from replay.rows.errors_of_output import Errors
 from replay.rows.fields import COLUMNS
 from replay.rows.row import KernelId, Row
@@ -33,7 +33,8 @@ def print_report(
     per_call: bool = False,
     compare_stats: bool = False,
 ) -> None:
-    """Print the tables of each group of calls, then the fastest kernels.
+    """Print the tables of each group of calls.
+
     Args:
         metrics: names from `METRICS` that select the columns to show.
         errors_against: output that errors are relative to: `reference`, `captured` or a kernel.
@@ -44,8 +45,6 @@ def print_report(
     for group in groups:
         console.print(_group_report(group, metrics, errors_against, compare_stats))
         console.print()
-    if len(groups) > 1 or any(len(group.classes) > 1 for group in groups):
-        _print_fastest(groups, console)
 
 
 def _group_report(
@@ -224,17 +223,3 @@ def _refusals(group: Group) -> list[Text]:
         Text(f"{names}: {sentence}", style="yellow")
         for sentence, names in names_by_sentence(pairs).items()
     ]
-
-
-def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """Print each group's fastest correct kernel of each class, and the kernels that tie with it."""
-    console.print(Text("fastest correct kernel", style="bold"))
-    names = [joined(group.model, group.phase, group.shape) for group in groups]
-    for group, name in zip(groups, told_apart(groups, names), strict=True):
-        for accuracy_class in ("exact", "quantised"):
-            found = fastest(group, accuracy_class)
-            if found is not None:
-                goes_without_saying = group.classes == ["exact"]
-                shown = name if goes_without_saying else joined(name, accuracy_class)
-                line = Text(f"  {shown}: ").append(str(found.kernel), "bold green")
-                console.print(line.append(details(group, found)))

@@ -64,14 +64,14 @@ def speedup_text(speedup: Speedup) -> str:
 
 
 def model_speedup_text(speedup: Speedup) -> str:
-    """Format a model's speed-up as `1.25× (1.21-1.30)`, `0.98× (0.95-1.02) tie` or similar.
+    """Format a model's speed-up as `1.25× (1.21-1.30)`, `0.99× (0.98-1.02) same` or similar.
 
-    `tie` and `?` follow intervals that contain 1: narrow ones, and those too wide for a tie.
+    The question mark indicates an inconclusive interval.
     """
     text = interval_text(speedup.ratio, speedup.low, speedup.high)
-    if not speedup.holds(1.0):
-        return text
-    return f"{text} tie" if speedup.is_tie else f"{text} ?"
+    if speedup.verdict == "same":
+        return f"{text} same"
+    return f"{text} ?" if speedup.holds(1.0) else text
 
 
 def interval_text(value: float, low: float | None, high: float | None) -> str:

@@ -99,7 +99,7 @@ def _sentences(
         f"That predicts {in_ms(found.predicted)} ({before / found.predicted:.2f}×); "
         f"measured: {model_speedup_text(found.speedup)}."
     )
-    if found.speedup.holds(1.0) and not found.speedup.is_tie:
+    if found.speedup.holds(1.0) and found.speedup.verdict != "same":
         yield "The interval contains 1, so the kernel may be faster or slower."
     if found.speedup.holds(before / found.predicted):
         yield "The interval contains the prediction."

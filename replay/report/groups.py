@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.rows.errors_of_output import AccuracyClass
-from replay.rows.row import CallFacts, KernelId, Row
+from replay.rows.row import DEFAULT_BASELINE, CallFacts, KernelId, Row
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,18 @@ class Group:
     rows: dict[KernelId, list[Row]]
     """Rows of each kernel, in the order of the calls."""
     baseline: str
-    """Kernel that speed-ups are relative to; empty if the rows have no speed-ups."""
+    """Kernel that speed-ups are relative to; empty if it did not run."""
 
     @property
     def title(self) -> str:
         """Title such as `flux · denoise · 1×24×4608×128 · bfloat16 · no mask · 3 calls`."""
-        parts = (self.model, self.phase, self.shape, self.dtype, self.mask, self.place, self.size)
-        return joined(*parts)
+        return joined(*self.parts)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Parts of the title, some of them empty."""
+        call = (self.model, self.phase, self.shape, self.dtype, self.mask, self.place)
+        return (*call, self.size)
 
     @property
     def model(self) -> str:
@@ -123,6 +128,24 @@ def names_by_sentence(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {sentence: ", ".join(names) for sentence, names in found.items()}
 
 
+def common_and_own(groups: Sequence[Group]) -> tuple[str, list[str]]:
+    """Return the parts that the titles of several groups share, and distinct titles of the rest.
+
+    A single group has no shared part.
+    """
+    if len(groups) == 1:
+        return "", [groups[0].title]
+    columns = [set(column) for column in zip(*(group.parts for group in groups), strict=True)]
+    common = joined(*(next(iter(column)) for column in columns if len(column) == 1))
+    titles = [
+        joined(
+            *(part for part, column in zip(group.parts, columns, strict=True) if len(column) > 1)
+        )
+        for group in groups
+    ]
+    return common, told_apart(groups, titles)
+
+
 def told_apart(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
     """Make the groups' names distinct by adding dtype, mask, weights and the first call's place.
 
@@ -191,6 +214,20 @@ def _group(rows: list[Row]) -> Group:
     for row in rows:
         by_kernel.setdefault(row.id, []).append(row)
     calls = list({row.call.name: row.call for row in rows}.values())
-    baselines = Counter(row.speedup.vs for row in rows if row.speedup is not None)
-    baseline = baselines.most_common(1)[0][0] if baselines else ""
-    return Group(calls, by_kernel, baseline)
+    return Group(calls, by_kernel, _baseline(by_kernel))
+
+
+def _baseline(by_kernel: Mapping[KernelId, Sequence[Row]]) -> str:
+    """Return the kernel that most speed-ups are relative to.
+
+    Without speed-ups, because every other kernel failed, it is the default baseline, or the only
+    kernel that ran correctly if the default one was not replayed.
+    """
+    rows = [row for of_kernel in by_kernel.values() for row in of_kernel]
+    compared = Counter(row.speedup.vs for row in rows if row.speedup is not None)
+    if compared:
+        return compared.most_common(1)[0][0]
+    correct = [kernel for kernel, of in by_kernel.items() if all(row.is_correct for row in of)]
+    if (default := KernelId(DEFAULT_BASELINE)) in by_kernel:
+        return default.name if default in correct else ""
+    return correct[0].name if len(correct) == 1 else ""

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from replay.report.groups import Group, group_rows
+from replay.report.groups import Group, group_rows, names_by_sentence
 from replay.report.pooled import pooled_speedup
 from replay.rows.errors_of_output import AccuracyClass
-from replay.rows.row import INTERRUPTED_BLOCKS, UNCONFIRMED, KernelId, Row, SpeedReason, Speedup
+from replay.rows.row import (
+    INTERRUPTED_BLOCKS,
+    UNCONFIRMED,
+    KernelId,
+    Row,
+    SpeedReason,
+    Speedup,
+    Status,
+)
 
 Outcome = Literal["baseline", "faster", "same", "slower", "wrong", "inconclusive", "cannot"]
+MARKS: dict[Outcome, tuple[str, str]] = {
+    "same": ("=", "same speed"),
+    "wrong": ("✗", "wrong or failed"),
+    "inconclusive": ("?", "inconclusive"),
+    "cannot": ("–", "cannot run"),
+}
+"""Mark and meaning of the outcomes that show no speed-up."""
+
 DECIDED: tuple[Outcome, ...] = ("faster", "same", "slower")
 """Outcomes of kernels that were compared with the baseline."""
+
+UNEXPLAINED: tuple[Outcome, ...] = ("wrong", "cannot", "inconclusive")
+"""Outcomes that need a reason, the most urgent first."""
+
+FAULTS: tuple[Status, ...] = ("error", "crash", "timeout")
+"""Status of rows whose kernel should have run the call and failed."""
 
 BUSY = "busy machine"
 REASONS: dict[SpeedReason, str] = {
@@ -36,6 +59,13 @@ class Cell:
     reason: str = ""
     """Reason of `wrong`, `cannot` and `inconclusive`."""
 
+    @property
+    def text(self) -> str:
+        """Text of a cell in a table: a speed-up, a mark or `baseline`."""
+        if self.outcome in MARKS:
+            return MARKS[self.outcome][0]
+        return f"{self.speedup.ratio:.2f}×" if self.speedup else self.outcome
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -55,6 +85,29 @@ class Matrix:
         """Return a kernel's accuracy class, which is `exact` if its rows do not specify one."""
         rows = (row for kind in self.kinds for row in kind.rows.get(kernel, ()))
         return next((row.accuracy_class for row in rows if row.accuracy_class), "exact")
+
+    def label(self, kernel: KernelId) -> str:
+        """Return a kernel's name, with its accuracy class unless that is `exact`."""
+        accuracy_class = self.class_of(kernel)
+        return str(kernel) if accuracy_class == "exact" else f"{kernel} ({accuracy_class})"
+
+    def reasons(self, kernels: Sequence[KernelId]) -> Iterator[tuple[Outcome, str, str]]:
+        """Yield outcome, names and reason; sizes in a reason may differ from call to call."""
+        for outcome in UNEXPLAINED:
+            first: dict[str, str] = {}
+            pairs = [
+                (str(kernel), first.setdefault(re.sub(r"[\d.]+", "", cell.reason), cell.reason))
+                for kernel in kernels
+                for cell in self.row(kernel)
+                if cell.outcome == outcome and cell.reason
+            ]
+            for reason, names in names_by_sentence(pairs).items():
+                yield outcome, names, reason
+
+    def is_unavailable(self, kernel: KernelId) -> bool:
+        """Return True if no call ran a kernel because this machine lacks what it needs."""
+        rows = (row for kind in self.kinds for row in kind.rows.get(kernel, ()))
+        return all(row.status == "unavailable" for row in rows)
 
     def is_quantised(self, kernel: KernelId) -> bool:
         return self.class_of(kernel) == "quantised"
@@ -83,6 +136,9 @@ def _cell(kind: Group, kernel: KernelId) -> Cell:
             names = ", ".join(row.overwrites)
             return Cell("wrong", reason=f"changes its {names}, which later calls read again")
     for row in rows:
+        if row.status in FAULTS:
+            return Cell("wrong", reason=f"{row.status}: {row.reason}")
+    for row in rows:
         if not row.is_correct:
             return Cell("cannot", reason=f"{row.status}: {row.reason}")
     if kernel.name == kind.baseline:
@@ -94,10 +150,12 @@ def _cell(kind: Group, kernel: KernelId) -> Cell:
             return Cell("inconclusive", reason=BUSY if reason == INTERRUPTED_BLOCKS else reason)
     speedup = pooled_speedup(kind, kernel)
     if speedup is None:
-        return Cell("inconclusive", reason=rows[0].reason or "it shares no rounds with a baseline")
+        # The reason of other correct rows describes their errors.
+        untimed = next((row.reason for row in rows if row.status == "not-timed"), "")
+        return Cell("inconclusive", reason=untimed or "it shares no rounds with a baseline")
     if speedup.differs:
         return Cell("faster" if speedup.verdict == "fast" else "slower", speedup)
-    if speedup.verdict == "same" or speedup.is_tie:
+    if speedup.verdict == "same":
         return Cell("same", speedup)
     return Cell("inconclusive", speedup, REASONS[speedup.reason])
 

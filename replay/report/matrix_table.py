@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterator, Sequence
 
@@ -12,19 +11,13 @@ from rich.text import Text
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.report.answer import answer
+from replay.report.crossover import crossover_lines
 from replay.report.fitted import FittedTable
-from replay.report.groups import Group, names_by_sentence, told_apart
-from replay.report.matrix import Cell, Matrix, Outcome, matrix
+from replay.report.groups import Group, common_and_own
+from replay.report.matrix import BUSY, MARKS, Matrix, Outcome, matrix
 from replay.report.pooled import typical_time
 from replay.rows.row import KernelId, Row
-
-MARKS: dict[Outcome, tuple[str, str]] = {
-    "same": ("=", "same speed"),
-    "wrong": ("✗", "wrong"),
-    "inconclusive": ("?", "inconclusive"),
-    "cannot": ("–", "cannot run"),
-}
-"""Mark and meaning of the outcomes that show no speed-up."""
+from replay.timing.defaults import ROUNDS
 
 STYLES: dict[Outcome, str] = {
     "faster": "green",
@@ -37,6 +30,13 @@ STYLES: dict[Outcome, str] = {
 
 FEW = 3
 """Number of kernels that are not available here up to which each has its reason."""
+
+REMEDIES = {
+    BUSY: "use a quieter machine",
+    "too few rounds": f"--rounds {ROUNDS}",
+    "interval too wide": "more --rounds and --max-seconds",
+}
+"""Remedy of each reason for an inconclusive speed-up."""
 
 REASONS = 6
 """Maximum number of lines of reasons; `--details` shows the others."""
@@ -52,11 +52,14 @@ def print_first_screen(rows: Sequence[Row], console: Console, heading: str) -> N
         return
     console.print()
     letters = [_letters(at) for at in range(len(found.kinds))] if len(found.kinds) > 1 else [""]
-    titles = told_apart(found.kinds, [kind.title for kind in found.kinds])
+    common, titles = common_and_own(found.kinds)
+    if common:
+        console.print(Text(f"every kind of call: {common}", "dim"))
     for letter, kind, name in zip(letters, found.kinds, titles, strict=True):
         title = Text(f"{letter}  " if letter else "", "cyan").append(name, "default")
-        console.print(title.append(_baseline_time(kind), "dim default"))
-    shown = [kernel for kernel in found.kernels if not _is_unavailable(found, kernel)]
+        time = _baseline_time(kind)
+        console.print(title.append(f" · {time}" if time else "", "dim default"))
+    shown = [kernel for kernel in found.kernels if not found.is_unavailable(kernel)]
     wanted = max((len(_label(found, kernel)) for kernel in shown), default=0)
     at_once = max(1, (console.width - min(wanted, console.width // 2) - 2) // 8)
     for first in range(0, len(letters), at_once):
@@ -65,8 +68,13 @@ def print_first_screen(rows: Sequence[Row], console: Console, heading: str) -> N
             table.add_column(letter or "speed-up", justify="right", no_wrap=True)
         for kernel in shown:
             cells = found.row(kernel)[first : first + at_once]
-            table.add_row(Text(_label(found, kernel)), *map(_shown, cells))
+            table.add_row(
+                Text(_label(found, kernel)),
+                *(Text(cell.text, STYLES.get(cell.outcome, "")) for cell in cells),
+            )
         console.print(table)
+    for sentence in crossover_lines(found):
+        console.print(Text(printable(sentence)))
     outcomes = {cell.outcome for kernel in shown for cell in found.row(kernel)}
     marks = [f"{mark} {text}" for of, (mark, text) in MARKS.items() if of in outcomes]
     if marks:
@@ -94,41 +102,15 @@ def _letters(at: int) -> str:
 def _baseline_time(kind: Group) -> str:
     kernel = next((kernel for kernel in kind.rows if kernel.name == kind.baseline), None)
     time = kernel and typical_time(kind.rows[kernel])
-    return f" · {kind.baseline} {time.p50:.4g} ms" if time else ""
+    return f"{kind.baseline} {time.p50:.4g} ms" if time else ""
 
 
 def _label(found: Matrix, kernel: KernelId) -> str:
-    kind = found.class_of(kernel)
-    return printable(str(kernel) if kind == "exact" else f"{kernel} ({kind})")
-
-
-def _shown(cell: Cell) -> Text:
-    if cell.outcome == "baseline":
-        text = "baseline"
-    elif cell.outcome in MARKS:
-        text, _ = MARKS[cell.outcome]
-    else:
-        assert cell.speedup is not None
-        text = f"{cell.speedup.ratio:.2f}×"
-    return Text(text, STYLES.get(cell.outcome, ""))
-
-
-def _is_unavailable(found: Matrix, kernel: KernelId) -> bool:
-    """Return True if no kind of call ran a kernel because this machine lacks what it needs."""
-    rows = (row for kind in found.kinds for row in kind.rows.get(kernel, ()))
-    return all(row.status == "unavailable" for row in rows)
+    return printable(found.label(kernel))
 
 
 def _reasons(found: Matrix, shown: Sequence[KernelId]) -> Iterator[Text]:
-    """Yield a line for each reason, with its kernels; sizes in it may differ from call to call."""
-    for outcome in ("wrong", "cannot", "inconclusive"):
-        first: dict[str, str] = {}
-        pairs = [
-            (str(kernel), first.setdefault(re.sub(r"[\d.]+", "", cell.reason), cell.reason))
-            for kernel in shown
-            for cell in found.row(kernel)
-            if cell.outcome == outcome and cell.reason
-        ]
-        for reason, names in names_by_sentence(pairs).items():
-            mark = Text(MARKS[outcome][0], STYLES[outcome])
-            yield mark.append(printable(f" {names}: {reason}"), "not bold default")
+    for outcome, names, reason in found.reasons(shown):
+        mark = Text(MARKS[outcome][0], STYLES[outcome])
+        remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
+        yield mark.append(printable(f" {names}: {reason}{remedy}"), "not bold default")

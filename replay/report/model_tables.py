@@ -25,8 +25,8 @@ DELAYED = 0.05
 LEGEND = (
     "predicted: speed-up computed from the replay's times and the recorded number of calls · "
     "measured: speed-up in the model, from each run's typical forwards, over adjacent runs of its "
-    "own attention behind the same hook · in brackets: 95 % intervals; those with `tie` or `?` "
-    "contain 1, `?` if too wide for a tie · error: predicted / measured - 1 · "
+    "own attention behind the same hook · in brackets: 95 % intervals, `same` if within "
+    "±3 %, `?` if inconclusive · error: predicted / measured - 1 · "
     "answered, fell back: attention calls per run that the kernel ran, and that it "
     "left to the model's own attention"
 )

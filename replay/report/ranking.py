@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replay.report.cells import speedup_text
-from replay.report.groups import Group, first_few
+from replay.report.groups import Group
 from replay.report.pooled import pooled_speedup, typical_time
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import KernelId, Speedup
@@ -17,24 +16,11 @@ class Fastest:
 
     kernel: KernelId
     ties: list[KernelId]
-    """Kernels that are as fast, within a narrow interval."""
+    """Kernels with the same speed (`Speedup.verdict`)."""
     undecided: list[KernelId]
-    """Kernels that may be as fast or much slower: the interval is wide."""
+    """Kernels that may be as fast or slower: the interval is wide."""
     speedup: Speedup | None
     """Speed-up over the group's baseline; None if the kernel is not faster than the baseline."""
-
-
-def details(group: Group, found: Fastest) -> str:
-    """Format the text after a kernel's name: ` 1.13× (1.12-1.14) vs torch-default, tied with …`."""
-    text = ""
-    if found.speedup is not None:
-        text += f" {speedup_text(found.speedup)} vs {group.baseline}"
-    if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
-        text += f", its mask rewritten as {' or '.join(sorted(words))}"
-    for relation, others in (("tied with", found.ties), ("cannot be told from", found.undecided)):
-        if others:
-            text += f", {relation} {first_few(list(map(str, others)), 5)}"
-    return text
 
 
 def is_correct(group: Group, kernel: KernelId) -> bool:
@@ -67,7 +53,7 @@ def fastest(group: Group, accuracy_class: AccuracyClass) -> Fastest | None:
     best, *others = sorted(timed, key=lambda kernel: rank(group, kernel))
     over = {other: pooled_speedup(group, best, over=other) for other in others}
     close = [other for other, each in over.items() if each is not None and not each.differs]
-    ties = [other for other in close if (each := over[other]) is not None and each.is_tie]
+    ties = [other for other in close if (each := over[other]) and each.verdict == "same"]
     undecided = [other for other in close if other not in ties]
     is_faster = best.name != group.baseline and KernelId(group.baseline) not in close
     return Fastest(best, ties, undecided, pooled_speedup(group, best) if is_faster else None)

@@ -24,8 +24,9 @@ def closing_sentence(
         path: the plan's file.
         judged_on: runs that the quality was judged on, in words.
     """
+    others = "" if quality.other_lengths is None else f" ({quality.other_lengths} not timed)"
     return (
-        f"{speedup_text(speedup)} at {quality}, {judged_on}: {used_kernels(plan)}; "
+        f"{speedup_text(speedup)} at {quality}, {judged_on}{others}: {used_kernels(plan)}; "
         f"{spent(seconds)}; {path}"
     )
 

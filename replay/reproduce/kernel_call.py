@@ -22,7 +22,7 @@ from torch import Tensor
 from replay.bench.forms import Forms
 from replay.isolation.inputs import aliases
 from replay.kernels.declared_arguments import passed
-from replay.kernels.kernel_names import ENTRY_POINTS
+from replay.kernels.kernel_names import ENTRY_POINTS, function_of
 from replay.kernels.registry import Kernel, find, registered
 from replay.workers.worker import Hear, Say
 from replay.workloads.sources import source_from_json
@@ -103,7 +103,7 @@ def _function_of(kernel: str) -> str:
     """Return `module:function` of a user's or an installed package's kernel; empty for others."""
     path, _, function = kernel.rpartition(":")
     if path.endswith(".py"):
-        return f"{Path(path).stem}:{function}"
+        return f"{Path(path).stem}:{function_of(path, function)}"
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if entry_point.name == kernel:
             return entry_point.value

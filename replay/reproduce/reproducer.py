@@ -22,6 +22,7 @@ from capture.call.head_ranges import parse_ranges, ranges
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
+from capture.storage.plain_files import possible
 from capture.text.printable import printable
 from replay.accuracy.reference import attention
 from replay.bench.settings import Settings
@@ -275,7 +276,7 @@ def _quoted(text: str) -> str:
 def _check_place(out: Path) -> None:
     """Raise ReproduceError if the directory cannot be written or is not empty."""
     try:
-        if out.exists() and any(out.iterdir()):
+        if possible(out).exists() and any(out.iterdir()):
             raise ReproduceError(f"--out {out} is not empty: name another directory")
         os.rmdir(tempfile.mkdtemp(dir=out if out.exists() else out.absolute().parent))
     except OSError as error:

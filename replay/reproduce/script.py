@@ -253,7 +253,7 @@ def fails(output, limits):
     batch, head, query = (int(each[0]) for each in torch.where(worst == worst.max()))
     row, most = float(rows[batch, head, query]), float(allowed[batch, head, query])
     print(f"worst row: batch {{batch}}, head {{head}}, query {{query}}: "
-          f"error {{row:.3g}}, {{most:.3g}} is allowed")
+          f"error norm {{row:.3g}}, {{most:.3g}} is allowed")
     return failed
 
 

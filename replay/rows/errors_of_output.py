@@ -89,6 +89,16 @@ class Accuracy:
     spoilt_rows: Annotated[
         int, "rows that are NaN or infinite because of inputs that these rows do not see"
     ] = 0
+    tolerance_ratio: Annotated[
+        float | None,
+        Meaning(
+            "largest of the judged errors, each divided by its limit; above 1 is inaccurate; empty "
+            "in rows of earlier versions and if elements are NaN or infinite in only one output",
+            columns=(
+                Column("accuracy", "accuracy", "error / tolerance", digits(".2g"), "highest"),
+            ),
+        ),
+    ] = None
 
     def against(self, which: str) -> Errors | None:
         """Return the errors relative to `reference`, `captured`, or else the named kernel."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from capture.storage.plain_files import possible
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
@@ -29,7 +31,7 @@ def replacing(path: Path) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8") as file:
             yield file
         return
-    path = path.resolve()
+    path = possible(path).resolve()
     # The name may have the file system's maximum length, so nothing can be appended to it.
     written = path.with_name(f".{path.name[:25]}.{os.getpid()}.tmp")
     try:

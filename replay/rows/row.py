@@ -13,6 +13,9 @@ UNCONFIRMED = "unconfirmed"
 """Beginning of the flag of a row whose time may not be compared with others."""
 INTERRUPTED_BLOCKS = f"{UNCONFIRMED}: other programs interrupted its blocks; run this again"
 
+DEFAULT_BASELINE = "torch-default"
+"""Kernel that others are compared with unless the model called another one."""
+
 HERE = "this"
 """Name of the Python environment of the parent process."""
 
@@ -42,9 +45,6 @@ SpeedReason = Literal[
     "interrupted",
     "too-few-rounds",
 ]
-
-TIE = 1.15
-"""Largest ratio of two times that can still count as a tie."""
 
 UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 """Shape of a call that could not be read."""
@@ -167,13 +167,6 @@ class Speedup:
     def differs(self) -> bool:
         """True if one of the kernels is faster."""
         return self.verdict in ("fast", "slow")
-
-    @property
-    def is_tie(self) -> bool:
-        """True if neither kernel is faster, and any difference is smaller than `TIE`."""
-        bounds = (self.low, self.high)
-        is_close = all(end is not None and 1 / TIE < end < TIE for end in bounds)
-        return is_close and not self.differs
 
     def holds(self, ratio: float) -> bool:
         """Return True if there is an interval and it contains this ratio."""
@@ -486,6 +479,12 @@ class Row:
     cache: Annotated[str, "state of the L2 cache before each sample: cold or warm"] = ""
     calls_before: Annotated[int | None, "untimed calls of the kernel before each sample"] = None
     machine: Annotated[Machine, "{}"] = field(default_factory=Machine)
+    measured_at: Annotated[str, "beginning of the run, in UTC, e.g. 2026-11-28T08:15:30Z"] = ""
+    commit: Annotated[
+        str,
+        "commit of the Git repository in the current directory; + if a tracked file had changed; "
+        "empty outside of a repository",
+    ] = ""
 
     @property
     def id(self) -> KernelId:

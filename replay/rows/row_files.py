@@ -26,6 +26,7 @@ from typing import (
 
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown, typed
+from capture.storage.plain_files import possible
 from capture.text.printable import printable
 from replay.rows.errors_of_output import Errors, Where
 from replay.rows.fields import FIELDS, SCHEMA, leaf
@@ -196,7 +197,7 @@ def read_jsonl(path: Path) -> StoredRows:
     """
     try:
         # Avoid `splitlines`, which also splits at characters that JSON strings may contain.
-        *lines, last = path.read_text(encoding="utf-8").split("\n")
+        *lines, last = possible(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from replay.bench.runner import DEFAULT_BASELINE, replay_here
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel
-from replay.rows.row import Row
+from replay.rows.row import DEFAULT_BASELINE, Row
 from replay.selftest.result import Result
 from replay.workloads.random_calls import Spec
 from replay.workloads.workload import random_workload

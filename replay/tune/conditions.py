@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from replay.kernels.libraries import version
 from replay.kernels.own_files import own_files
 from replay.kernels.registry import Kernel, select
 from replay.plan.plan_device import types_at_hand
 from replay.timing.machine import describe, usual_device
+
+ADDRESS = re.compile(" at 0x[0-9a-f]+")
+"""Place in memory, which differs between processes."""
 
 SAMPLED = 8
 """Number of values of each weight that distinguish one checkpoint from another."""
@@ -84,7 +89,19 @@ def _of_model(roots: Mapping[str, nn.Module]) -> dict[str, str]:
             *(f"{path} {tuple(weight.shape)} {weight.dtype}" for path, weight in weights),
         )
         found[f"weights of {title}"] = _digest(*(_sample(weight) for _, weight in weights))
+        if states := {_adapter(module) for module in root.modules()} - {""}:
+            together = ", ".join(sorted(states))
+            found[f"adapters of {title}"] = together if len(states) == 1 else _digest(together)
     return found
+
+
+def _adapter(layer: Any) -> str:
+    """Return the names and scales of the active LoRAs in a layer of peft; empty for others."""
+    scales, active = (getattr(layer, name, None) for name in ("scaling", "active_adapters"))
+    if not isinstance(scales, dict) or active is None:
+        return ""
+    active = () if layer.disable_adapters else active
+    return ", ".join(f"{name} × {scales.get(name, 1):g}" for name in active) or "off"
 
 
 def _configuration(root: nn.Module) -> dict[str, Any]:
@@ -98,7 +115,14 @@ def _configuration(root: nn.Module) -> dict[str, Any]:
 
 
 def _sample(weight: Tensor) -> str:
-    """Return a few values of a weight; empty if it is offloaded or its type cannot be indexed."""
+    """Return a few values of a weight; empty if it is offloaded or its type cannot be indexed.
+
+    A quantised weight may consist of several tensors, and of settings such as its scheme.
+    """
+    if is_traceable_wrapper_subclass(weight):
+        names, settings = weight.__tensor_flatten__()
+        parts = (_sample(getattr(weight, name)) for name in names)
+        return " ".join((ADDRESS.sub("", repr(settings)), *parts))
     if weight.is_meta or not weight.numel():
         return ""
     try:

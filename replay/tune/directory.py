@@ -14,13 +14,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed
 from capture.storage.locks import LocksUnsupported, try_lock, unlock
+from capture.storage.plain_files import possible
+from capture.storage.target import no_empty_directory
 from replay.rows.replacement import replacing, why_not_written
 from replay.tune.quality import Quality, QualityBudget
 from replay.tune.search import Key, Trial, key_of
@@ -51,17 +54,15 @@ class TuningDirectory:
     def held(self) -> Iterator[None]:
         """Hold the directory's lock during the `with` block.
 
+        An error before the recording removes the directory.
+
         Raises:
             TuningError: another tuning holds the lock, the directory belongs to another request, or
                 it is not writable.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+        with self._writing(), no_empty_directory(self.path):
+            possible(self.path).mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise TuningError(
-                f"cannot write {self.path} ({why_not_written(error)}): name another directory"
-            ) from error
         try:
             with contextlib.suppress(LocksUnsupported):
                 if not try_lock(descriptor):
@@ -70,7 +71,11 @@ class TuningDirectory:
                         "plan or directory"
                     )
             self._check_settings()
-            yield
+            try:
+                yield
+            except BaseException:
+                self._remove_if_unused()
+                raise
         finally:
             unlock(descriptor)
             os.close(descriptor)
@@ -109,15 +114,35 @@ class TuningDirectory:
             "figures": figures,
             "reason": trial.reason,
         }
-        with self._trials.open("a", encoding="utf-8") as file:
+        with self.opened(self._trials, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, mode: str) -> Iterator[IO[Any]]:
+        """Open one of the files for writing.
+
+        Raises:
+            TuningError: the file cannot be written, for example to a full disk.
+        """
+        with self._writing(), path.open(mode, encoding="utf-8") as file:
+            yield file
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TuningError(
+                f"cannot write {self.path} ({why_not_written(error)}): mend this and tune again to "
+                "go on, or name another directory"
+            ) from error
 
     def _check_settings(self) -> None:
         path = self.path / "settings.json"
         try:
             before = parsed(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            with replacing(path) as file:
+            with self._writing(), replacing(path) as file:
                 file.write(json.dumps(self._settings, indent=1))
             return
         except ValueError:
@@ -129,3 +154,8 @@ class TuningDirectory:
                     f"{self.path} belongs to a tuning with {name} {before.get(name)!r}, not "
                     f"{value!r}: delete it, or name another plan or directory"
                 )
+
+    def _remove_if_unused(self) -> None:
+        """Remove the directory of a tuning that ended before its recording."""
+        if not {path.name for path in self.path.iterdir()} - {"lock", "settings.json"}:
+            shutil.rmtree(self.path)

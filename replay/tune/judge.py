@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_replay.errors import Error
+from capture.errors import described
 from replay.kernels.failures import classify
 from replay.patch.use_kernel import use_plan
+from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Plan
 from replay.tune.directory import TuningError
 from replay.tune.judged_runs import Run
@@ -66,14 +69,23 @@ class Judge:
         seconds are the mean of the second runs, after the first ones have warmed up.
 
         Raises:
-            TuningError: two runs of a prompt differ by more than the budget, or have NaN.
+            TuningError: a run failed, has NaN, or two runs of a prompt differ by more than the
+                budget.
             OutputError: the result of a run cannot be judged.
             QualityError: the budget's metric cannot be computed from the result.
         """
         seconds = 0.0
         self._baselines = []
         for run in self._runs:
-            first = self._output("the model's own attention", run)
+            try:
+                first = self._output("the model's own attention", run)
+            except Error:
+                raise
+            except Exception as error:
+                raise TuningError(
+                    f"run() failed under torch.no_grad(), before any kernel was swapped in: "
+                    f"{described(error)}"
+                ) from error
             begin = time.perf_counter()
             second = self._output("the model's own attention again", run)
             seconds += time.perf_counter() - begin
@@ -111,7 +123,7 @@ class Judge:
                 f"two runs of the model's own attention already differ by more than "
                 f"{self._budget}, with {self._budget.shown(own)}: make run() repeatable, for "
                 "example by a generator with a fixed seed, and let it leave the model as it was, "
-                "or choose a larger budget"
+                f"or choose a budget that allows {self._budget.shown(own)}"
             )
 
     def quality(self, plan: Plan) -> Quality:
@@ -121,16 +133,25 @@ class Judge:
             Exception: a kernel or the model failed.
         """
         figures = []
+        other_lengths: list[KeyLengths] = []
         for run, baseline in zip(self._runs, self._baselines, strict=True):
 
             def planned(run: Run = run) -> Any:
                 # The plan was made here, of kernels that the user named.
-                with use_plan(plan, self._roots, any_device=True, trust_code=True):
-                    return run()
+                with use_plan(plan, self._roots, any_device=True, trust_code=True) as swap:
+                    swap.advice = ""  # one prompt is recorded, and these are judged
+                    result = run()
+                if swap.other_lengths is not None:
+                    other_lengths.append(swap.other_lengths)
+                return result
 
             output = self._output(", ".join(plan.kernels), planned)
             figures.append(self._budget.figure(baseline, output))
-        return Quality(self._budget, tuple(figures))
+        others = None
+        if other_lengths:
+            lows, highs = zip(*other_lengths, strict=True)
+            others = KeyLengths(min(lows), max(highs))
+        return Quality(self._budget, tuple(figures), other_lengths=others)
 
     def trial(self, limit: float, plan: Plan) -> Trial:
         """Judge a plan that was made for a limit; a plan that fails in the model does not hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attention_replay.errors import check_type
 from capture.text.counted import counted
 from replay.tune.directory import TuningError
 
@@ -66,7 +68,8 @@ def judged_runs(runnable: Any, prompts: Sequence[Any] | None, text: str | None) 
 
 
 def check_prompts(prompts: Sequence[Any]) -> None:
-    """Raise TuningError if the prompts are one text, or too few."""
+    """Raise TuningError for one text or too few prompts, TypeError for anything but a list."""
+    check_type("prompts", prompts, (Sequence,), "a list of prompts")
     if isinstance(prompts, str):
         raise TuningError("prompts must be a list of prompts, not one text: put them in a list")
     if len(prompts) < 2:
@@ -74,6 +77,28 @@ def check_prompts(prompts: Sequence[Any]) -> None:
             "prompts must be at least two, because half of them are kept for acceptance: give "
             "more, or none"
         )
+
+
+def check_arguments(run: Any, prompts: Sequence[Any] | None) -> None:
+    """Raise TuningError if a function cannot be called with a prompt, or without if none is given.
+
+    Functions written in C have no signature, and are not checked.
+    """
+    if prompts is not None:
+        check_prompts(prompts)
+    given = () if prompts is None else ("a prompt",)
+    try:
+        signature = inspect.signature(run)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        call = "run(prompt)" if given else "run()"
+        raise TuningError(
+            f"{call} cannot be called ({error}): pass prompts= if run takes a prompt, leave it out "
+            "if run takes no argument, and give any other parameter a default"
+        ) from None
 
 
 def _of(runnable: Any, prompts: Sequence[Any]) -> JudgedRuns:
@@ -96,7 +121,8 @@ def _of_text(runnable: Any, text: str) -> JudgedRuns:
     language = runnable.language
     if language is None or language.score is None:
         raise TuningError(
-            f"{runnable.name} is not a language model that can score a text: leave out the text"
+            f"{runnable.name} is not a language model that can score a text: leave out the text, "
+            "let run() return the input_ids and logits of one, or name a checkpoint's directory"
         )
 
     def score(ids: Tensor) -> dict[str, Tensor]:

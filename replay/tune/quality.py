@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attention_replay.errors import Error
+from attention_replay.errors import Error, check_type
 from replay.end_to_end import drift
 from replay.end_to_end.drift import Outputs
+from replay.plan.key_lengths import KeyLengths
 
 
 class QualityError(Error):
@@ -35,7 +36,10 @@ class _Metric(NamedTuple):
     """Result that the metric needs."""
 
 
-PICTURES = "pictures or frames with values in [0, 1]"
+PICTURES = (
+    "pictures or frames with values in [0, 1], as tensors (…, C, H, W), arrays (…, H, W, C) or PIL "
+    "pictures"
+)
 LOGITS = 'the logits of a text, {"input_ids": …, "logits": …}'
 
 METRICS = {
@@ -95,10 +99,10 @@ class QualityBudget:
             raise QualityError(f"the output with a plan cannot be judged: {error}") from error
         figure = _read(self.metric, found, baseline)
         if figure is None:
-            metric = METRICS[self.metric]
+            known = [name for name in METRICS if _read(name, found, baseline) is not None]
             raise QualityError(
-                f"{self.metric} cannot be computed from {', '.join(baseline) or 'no output'}: let "
-                f"run() return {metric.needs}, or choose another metric"
+                f"{self.metric} cannot be computed from {_described(baseline)}: choose "
+                f"{' or '.join(known)}, or let run() return {METRICS[self.metric].needs}"
             )
         return math.nan if found["nan_count"] else figure
 
@@ -139,6 +143,8 @@ class Quality:
     """Figure of each prompt."""
     searched: tuple[float, ...] = ()
     """Figures of the prompts that served for the search, if these are others."""
+    other_lengths: KeyLengths | None = None
+    """Key lengths in these runs that the plan was not made for."""
 
     @property
     def mean(self) -> float:
@@ -181,7 +187,9 @@ def parse_quality(text: str) -> QualityBudget:
 
     Raises:
         QualityError: the metric is unknown, or the limit is missing or out of range.
+        TypeError: `text` is not a text.
     """
+    check_type("quality", text, (str,), "a text such as 'psnr=35'")
     name, _, limit = (part.strip() for part in text.partition("="))
     metric = METRICS.get(name)
     if metric is None:
@@ -199,6 +207,17 @@ def parse_quality(text: str) -> QualityBudget:
         start = f"{metric.low:g}{high}" if high else f"at least {metric.low:g}"
         raise QualityError(f"{name}={limit} is out of range: expected {start}")
     return QualityBudget(name, value)
+
+
+def _described(outputs: Outputs) -> str:
+    """Name outputs with their shapes, and the ranges of values that may be no pictures."""
+    parts = []
+    for name, tensor in outputs.items():
+        part = f"{name} {tuple(tensor.shape)}"
+        if tensor.is_floating_point() and tensor.numel():
+            part += f" with values from {float(tensor.min()):.3g} to {float(tensor.max()):.3g}"
+        parts.append(part)
+    return " and ".join(parts)
 
 
 def _read(metric: str, found: drift.Drift, baseline: Outputs) -> float | None:

@@ -10,7 +10,8 @@ from typing import Any
 from capture.storage.json_data import shown
 from capture.text.printable import printable
 from replay.bench.confirmation import MOST_BLOCKS
-from replay.bench.runner import DONE, STAGES, TIMING, Loaded
+from replay.bench.reported_stages import DONE, STAGES, TIMING
+from replay.bench.runner import Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, find
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status, TimeSummary

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -31,7 +30,13 @@ Findings = dict[str, dict[str, ProbeResult]]
 """Probe results, keyed by environment and kernel name."""
 Assignment = dict[str, list[Kernel]]
 """Kernels to run, keyed by environment."""
-Progress = Callable[[Workload, str], None]
+
+
+class Progress(Protocol):
+    """Function that receives a call and the stage that it reached."""
+
+    def __call__(self, workload: Workload, stage: str, device: str = "") -> None:
+        """Receive a stage (`bench.reported_stages.STAGES`), or a kernel as `KernelId` prints it."""
 
 
 class InProcessError(Error):
@@ -150,9 +155,11 @@ class Workers:
         """Call each kernel once, to compile the kernel; return the milliseconds of each call."""
         found: dict[KernelId, float] = {}
         for name, kernels in assigned.items():
-            environment = self._environments[name]
-            on_stage = partial(report, workload)
-            calls = environment.first_calls(workload, kernels, settings, on_stage)
+
+            def on_kernel(kernel: str, name: str = name) -> None:
+                report(workload, str(KernelId(kernel, name)))
+
+            calls = self._environments[name].first_calls(workload, kernels, settings, on_kernel)
             for kernel, ms in calls.items():
                 found[KernelId(kernel, name)] = ms
         return found

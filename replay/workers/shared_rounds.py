@@ -11,14 +11,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from replay.bench.runner import DEFAULT_BASELINE, DONE
+from replay.bench.reported_stages import DONE, STAGES
 from replay.bench.settings import Settings
 from replay.bench.speedups import with_speedups
 from replay.isolation import processes
 from replay.isolation.probe import Probe
 from replay.kernels.registry import Kernel, find
 from replay.rows.agreement import with_agreement
-from replay.rows.row import HERE, Row
+from replay.rows.row import DEFAULT_BASELINE, HERE, KernelId, Row
 from replay.workers.conversation import PHASES, Conversation, Task
 from replay.workers.environments import Environment, Worker
 from replay.workers.judge_process import JudgeProcess
@@ -53,8 +53,8 @@ def replay_in_workers(
 
         def report(environment: str, stage: str, workload: Workload = workload) -> None:
             if on_progress is not None:
-                where = "" if environment == HERE else f" in {environment}"
-                on_progress(workload, stage + where)
+                is_kernel = stage not in STAGES
+                on_progress(workload, str(KernelId(stage, environment)) if is_kernel else stage)
 
         rows: list[Row] = []
         for start in range(0, max(len(others), 1), step):

@@ -5,7 +5,11 @@ Imports no torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 from attention_replay.errors import Error
 from capture.call.shape import Shape
@@ -13,6 +17,10 @@ from capture.call.shape import Shape
 LARGEST = 2**50
 """Maximum number of elements of a tensor (a petabyte), so that torch can count the bytes of all
 tensors."""
+
+
+MOST_CALLS = 1000
+"""Maximum number of calls of one sweep."""
 
 
 class ShapeError(Error):
@@ -47,8 +55,8 @@ class Sizes:
                 raise ShapeError(f"{flag} must be at least 1, not {size}")
         if self.q_heads % self.kv_heads:
             raise ShapeError(
-                f"-hq {self.q_heads} is not a multiple of -hk {self.kv_heads}: "
-                "every key/value head serves the same number of query heads"
+                f"{self.q_heads} query heads cannot share {self.kv_heads} key/value heads: "
+                "the first number must be a multiple of the second"
             )
         # Keys have at most as many heads as queries, so the queries' heads limit both.
         rows = self.batch * self.q_heads * self.longest
@@ -62,6 +70,50 @@ class Sizes:
     @property
     def longest(self) -> int:
         return max(self.q_len, self.kv_len)
+
+
+def combinations(
+    *,
+    batch: Sequence[int] = (1,),
+    q_heads: Sequence[int] = (16,),
+    kv_heads: Sequence[int] | None = None,
+    q_len: Sequence[int] = (1024,),
+    kv_len: Sequence[int] | None = None,
+    head_dim: Sequence[int] = (64,),
+    v_head_dim: Sequence[int] | None = None,
+    causal: Sequence[bool] = (False,),
+) -> list[Sizes]:
+    """Return the sizes of all combinations, with the lengths innermost.
+
+    Without `kv_heads`, `kv_len` or `v_head_dim`, these sizes equal those of the query.
+
+    Raises:
+        ShapeError: a combination is not possible, or there are more than `MOST_CALLS`.
+    """
+    lists: list[Sequence[Any]] = [
+        causal,
+        batch,
+        q_heads,
+        (None,) if kv_heads is None else kv_heads,
+        head_dim,
+        (None,) if v_head_dim is None else v_head_dim,
+        q_len,
+        (None,) if kv_len is None else kv_len,
+    ]
+    number = math.prod(map(len, lists))
+    if number > MOST_CALLS:
+        raise ShapeError(
+            f"the lists of sizes make {number:,} calls, and at most {MOST_CALLS:,} are allowed: "
+            "shorten a list, or run the sweep in parts"
+        )
+    return [
+        Sizes(b, hq, _or(hk, hq), sq, _or(sk, sq), d, _or(dv, d), is_causal)
+        for is_causal, b, hq, hk, d, dv, sq, sk in product(*lists)
+    ]
+
+
+def _or(size: int | None, default: int) -> int:
+    return default if size is None else size
 
 
 def _square(
@@ -113,19 +165,3 @@ SUITES: dict[str, tuple[str, list[Sizes]]] = {
     ),
 }
 """Suites by name, each with a description and its shapes."""
-
-
-def sizes_of(suite: str, longest: int | None = None) -> list[Sizes]:
-    """Return a suite's shapes, without shapes longer than `longest`.
-
-    Raises:
-        ShapeError: no shape remains.
-    """
-    shapes = SUITES[suite][1]
-    kept = [sizes for sizes in shapes if longest is None or sizes.longest <= longest]
-    if not kept:
-        shortest = min(sizes.longest for sizes in shapes)
-        raise ShapeError(
-            f"--max-seq {longest} excludes every shape of {suite}: the shortest is {shortest}"
-        )
-    return kept

@@ -10,9 +10,10 @@ import torch
 
 from capture.call.attention_call import AttentionCall, Origin
 from capture.storage.header import dtype_name
-from replay.workloads.call_sizes import Sizes, sizes_of
+from replay.workloads.call_sizes import Sizes
 from replay.workloads.distributions import DISTRIBUTIONS, Values
 from replay.workloads.random_masks import random_mask
+from replay.workloads.suites import sizes_of
 
 
 def random_weights(distribution: str) -> str:
@@ -90,10 +91,10 @@ class Spec(Sizes):
 
 
 def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:
-    """Return a suite's shapes in the given dtype, without shapes longer than `longest`.
+    """Return a suite's shapes in the given dtype; see `sizes_of`.
 
     Raises:
-        ShapeError: no shape remains.
+        ShapeError: no shape remains, or a file of shapes cannot be used.
     """
     return [Spec(**vars(sizes), dtype=dtype(dtype_)) for sizes in sizes_of(name, longest)]
 

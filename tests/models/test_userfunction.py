@@ -33,6 +33,18 @@ def test_function_gets_seed_device_and_dtype(tmp_path: Path) -> None:
     assert not runnable.roots[""].training
 
 
+def test_pipeline_may_be_returned(tmp_path: Path) -> None:
+    model = write(
+        tmp_path,
+        "class Pipeline:\n"
+        "    components = {'unet': nn.Dropout(), 'scheduler': object()}\n"
+        "def make(): return Pipeline(), lambda: 42\n",
+    )
+    runnable = models.load(model)
+    assert [*runnable.roots] == ["unet"]
+    assert type(runnable.pipeline).__name__ == "Pipeline"
+
+
 def test_named_roots_and_late_imports_of_neighbours(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_mine.py").write_text("answer = 42\n")
     model = write(
@@ -78,16 +90,20 @@ def test_run_may_take_a_prompt(tmp_path: Path) -> None:
         ("make = ", r"could not be imported: SyntaxError"),
         ("import no_such_package_anywhere", r"could not be imported: ModuleNotFoundError"),
         ("def make(): raise RuntimeError('two\\nlines')", r"make in .* failed: RuntimeError: two$"),
+        ("def make(prompt): ...", r"make needs prompt: name a function that returns \(module, r"),
         ("def make(): return {}, print", r"returned \(dict, builtin_function_or_method\)$"),
         ("def make(): return nn.Identity()", r"must return \(module, run\).* returned Identity$"),
         ("def make(): return nn.Identity(), 3", r"returned \(Identity, int\)$"),
         ("def make(): return {'a': 1}, print", r"returned \(dict, builtin_function_or_method\)$"),
+        ("raise SystemExit(0)", "mine.py could not be imported: SystemExit: 0"),
+        ("def make(): raise SystemExit(0)", "make in .*mine.py failed: SystemExit: 0"),
+        ("def make(): return nn.Identity(), exit", "run of make in .*mine.py ended in SystemExit"),
     ],
 )
 def test_mistakes_are_one_sentence_naming_the_file(tmp_path: Path, text: str, message: str) -> None:
     model = write(tmp_path, text)
     with pytest.raises(models.ModelError, match=message) as caught:
-        models.load(model)
+        models.load(model).run()
     assert "mine.py" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -96,22 +112,6 @@ def test_the_users_exception_is_kept(tmp_path: Path) -> None:
     with pytest.raises(models.ModelError) as caught:
         models.load(write(tmp_path, "1 / 0"))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("raise SystemExit(0)", "mine.py could not be imported: SystemExit: 0"),
-        ("def make(): raise SystemExit(0)", "make in .*mine.py failed: SystemExit: 0"),
-        (
-            "def make():\n    def run(): raise SystemExit(0)\n    return nn.Identity(), run",
-            "the run of make in .*mine.py ended in SystemExit: 0",
-        ),
-    ],
-)
-def test_system_exit_is_reported(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(models.ModelError, match=message):
-        models.load(write(tmp_path, text)).run()
 
 
 def test_options_the_function_does_not_take_are_refused(tmp_path: Path) -> None:

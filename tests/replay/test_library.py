@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from replay.kernels.registry import KernelNameError
 from replay.rows.row import Machine
 from replay.selftest.all_checks import SelftestReport
 from replay.selftest.result import Result
+from tests.factories import row
 from tests.in_this_process import RunCli
 
 
@@ -68,6 +70,30 @@ def test_selftest_is_the_same_in_a_program(
     failed = replace(report, results=(replace(passed, passed=False, remedy="close others"),))
     monkeypatch.setattr("replay.selftest.all_checks.selftest", lambda *_: failed)
     assert run_cli("selftest", "--device", "cpu", "--quiet")[0] == 1
+
+
+NOT_VALID = "no file can have this name|No such file|File name too long"
+
+
+@pytest.mark.parametrize("path", ["new/a\0b", "new/a\ud800b", "new/" + "x" * 300])
+def test_path_that_no_file_can_have_is_one_sentence_and_leaves_nothing(
+    path: str, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows, model = ar.Rows([row()]), torch.nn.Linear(2, 2)
+    uses: list[Callable[[], Any]] = [
+        lambda: ar.Plan.load(path),
+        lambda: rows.write(path),
+        lambda: ar.compare(rows, path),
+        lambda: ar.record(model, path).__enter__(),
+        lambda: ar.share(recorded, path),
+        lambda: ar.tune(model, model, "cosine=0.9", out=path, progress=False),
+        lambda: ar.report(rows, checks=path, out="page.html"),
+    ]
+    for use in uses:
+        with pytest.raises(ar.Error, match=f"^[^\n]*(?i:{NOT_VALID})[^\n]*$"):
+            use()
+    assert [*tmp_path.iterdir()] == [recorded]
 
 
 def test_reproduce_requires_a_single_call(recorded: Path) -> None:

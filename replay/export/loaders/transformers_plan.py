@@ -46,16 +46,18 @@ class AttentionPlan:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._own = model.config._attn_implementation
+        self._own = getattr(model.config, "_attn_implementation", None)
         if self._own not in OWN:
             raise ValueError(
-                f"the model has attn_implementation={self._own!r}: load it with sdpa or eager"
+                f"the model has attn_implementation={self._own!r}: give a model of transformers "
+                "that was loaded with sdpa or eager"
             )
-        modules = {path.replace("_orig_mod.", ""): module for path, module in model.named_modules()}
+        modules = {_bare(path): module for path, module in model.named_modules()}
         self._modules: dict[str, nn.Module] = {}
         for path, _ in PLAN:
             # A path may begin with the name of a pipeline's component.
-            module = modules.get(path, modules.get(path.partition(".")[2]))
+            bare = _bare(path)
+            module = modules.get(bare, modules.get(bare.partition(".")[2]))
             if module is None:
                 raise ValueError(f"the model has no module {path!r}: load the model of the plan")
             self._modules[path] = module
@@ -97,6 +99,11 @@ def attention(
     return function(module, query, key, *args, **kwargs)
 
 
+def _bare(path: str) -> str:
+    """Return a path without the names of compiled wrappers and of peft's."""
+    return path.replace("_orig_mod.", "").removeprefix("base_model.model.")
+
+
 def _attribute(decodes: bool) -> str:
     return "attention_plan_decode" if decodes else "attention_plan_prefill"
 
@@ -136,7 +143,8 @@ def _flash(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Run a function of FlashAttention, whose tensors are (B, S, H, D)."""
-    given = [name for name in ("softcap", "s_aux", "cache") if others.get(name) is not None]
+    refused = ("softcap", "s_aux", "cache", "position_bias")
+    given = [name for name in refused if others.get(name) is not None]
     if attention_mask is not None or dropout or given:
         what = ", ".join(given) or ("an attention mask" if not dropout else "dropout")
         raise NotImplementedError(f"flash_attn was planned for a layer without {what}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attention_replay.errors import Error
+from capture.storage.plain_files import possible
 from replay.report.charts.chart import VEGA_LITE, Chart
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import sweep_charts
@@ -32,7 +33,7 @@ def prepare(directory: Path) -> None:
     """
     chart_library.require()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        possible(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlotError(
             f"cannot write --plot {directory} ({error.strerror}): name another directory"

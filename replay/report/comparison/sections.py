@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.comparison.accuracy_change import AccuracyChange, AccuracyVerdict
 from replay.comparison.comparison import Comparison, KernelChange, Pair, smallest_slowdown
-from replay.comparison.speed_change import SpeedChange
+from replay.comparison.conditions import Condition
+from replay.comparison.speed_change import SpeedChange, ratio_text
+from replay.comparison.undecided import Undecided, grouped, speed_conditions, undecided
 from replay.report.groups import first_few, place
-from replay.rows.row import HERE, Row, SpeedVerdict
+from replay.rows.row import HERE, KernelId, Machine, Row, SpeedVerdict
 
 LONGEST = 200
 """Maximum length, in characters, of a sentence that comes from a row."""
@@ -23,6 +25,9 @@ LINES = 20
 
 NAMED = 5
 """Maximum number of kernels named in a sentence."""
+
+WORDS = {"slow": "slower", "fast": "faster", "inconclusive": "undecided"}
+"""Words for verdicts, the same in all texts."""
 
 SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "inconclusive")
 ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "inconclusive")
@@ -46,8 +51,12 @@ class Sections:
     title: str
     answer: str
     """Summary in one sentence."""
+    machine: str
+    """Machine and versions of the later run, and when both were measured."""
     is_worse: bool
     """True if a kernel got worse or rows are missing."""
+    is_undecided: bool
+    """True if a kernel may have become slower, although the rows do not show it."""
     notes: tuple[str, ...]
     """Sentences about how the runs were compared."""
     counts: Table
@@ -55,25 +64,83 @@ class Sections:
     """Tables that have at least one line."""
 
 
-def sections(comparison: Comparison) -> Sections:
-    """Describe a comparison in sentences and tables."""
+def sections(comparison: Comparison, conditions: Sequence[Condition] = ()) -> Sections:
+    """Describe a comparison in sentences and tables.
+
+    Args:
+        conditions: those of `--fail-on`; without `slow`, a slowdown of 3 % counts as undecided.
+    """
+    unclear = undecided(comparison, speed_conditions(conditions))
     tables = (_kernels(comparison), _rows(comparison), _came_and_went(comparison))
     return Sections(
-        title=printable(f"{comparison.before.name} → {comparison.after.name}"),
-        answer=_answer(comparison),
+        title=title(comparison),
+        answer=_answer(comparison, unclear),
+        machine=_machine(comparison),
         is_worse=bool(comparison.missing)
         or any(_changes(each.pairs, each.speed) & WORSE for each in comparison.kernels),
+        is_undecided=bool(unclear),
         notes=tuple(map(printable, _notes(comparison))),
         counts=_counts(comparison),
         tables=tuple(table for table in tables if table.lines),
     )
 
 
+def title(comparison: Comparison) -> str:
+    """Name both runs by their commits, and the device; by their files if a commit is unknown."""
+    runs = (comparison.before, comparison.after)
+    names = [run.commit for run in runs]
+    if not all(names) or names[0] == names[1]:
+        names = [run.name for run in runs]
+    first, second = (
+        f"{name} ({run.measured_at[:10]})" if run.measured_at else name
+        for name, run in zip(names, runs, strict=True)
+    )
+    devices = " → ".join(dict.fromkeys(_devices(run.devices) for run in runs if run.devices))
+    return printable(f"{first} → {second}{f' on {devices}' if devices else ''}")
+
+
+def in_order(comparison: Comparison) -> list[KernelId]:
+    """Return the kernels, the worst change first."""
+    return [each.kernel for each in sorted(comparison.kernels, key=_order)]
+
+
+def undecided_rows(comparison: Comparison) -> Table:
+    """Return the table of rows whose speed or accuracy is undecided, the slowest first."""
+    lines = [
+        (printable(str(pair.before.id)), _call(pair.before), "; ".join(texts))
+        for pair in sorted(comparison.pairs, key=_order)
+        if (texts := list(_undecided(comparison, pair)))
+    ]
+    return Table("undecided rows", ("kernel", "call", "change"), tuple(lines))
+
+
+def _undecided(comparison: Comparison, pair: Pair) -> Iterator[str]:
+    if comparison.hides_speed(pair):
+        yield from map(printable, pair.unconfirmed)
+    if pair.speed and pair.speed.verdict == "inconclusive":
+        yield speed_text(pair.speed)
+    if pair.accuracy and pair.accuracy.verdict == "inconclusive":
+        yield accuracy_text(pair.accuracy)
+
+
+def pair_text(pair: Pair) -> str:
+    """Describe the change of a kernel on a call, with the reason if its output became wrong."""
+    speed = _outcome(pair) or ("" if pair.speed is None else speed_text(pair.speed))
+    accuracy = ""
+    if pair.accuracy and pair.accuracy.verdict != "same":
+        accuracy = accuracy_text(pair.accuracy)
+    reason = printable(pair.after.reason) if pair.became_wrong else ""
+    return "; ".join(filter(None, (speed, accuracy, reason)))
+
+
 def speed_text(change: SpeedChange) -> str:
-    """Format a change of speed as `0.95× (0.94-0.96) slow`; add the reason if it is not obvious."""
+    """Format a change of speed as `0.95× (0.94-0.96) slower`; add the reason if not obvious."""
+    if change.reason == "too-few-calls":
+        return f"{ratio_text(change.ratio)} in the median"
+    word = WORDS.get(change.verdict, "same")
     if change.low is None or change.high is None:
-        return f"{change.ratio:.2f}× {change.verdict}, {change.reason}"
-    text = f"{change.ratio:.3f}× ({change.low:.3f}-{change.high:.3f}) {change.verdict}"
+        return f"{ratio_text(change.ratio)} {word}, {change.reason}"
+    text = f"{change.ratio:.3f}× ({change.low:.3f}-{change.high:.3f}) {word}"
     return f"{text}, {change.reason}" if change.verdict == "inconclusive" else text
 
 
@@ -84,36 +151,41 @@ def accuracy_text(change: AccuracyChange) -> str:
     within = "" if change.low is None else f" ({change.low:.2g}-{change.high:.2g})"
     where = "" if change.place is None else f" (head {change.place[0]}, range {change.place[1]})"
     grown = "from 0" if math.isinf(change.ratio) else f"×{change.ratio:.3g}"
-    return f"error {grown}{within} {change.verdict}, {change.reason}{where}"
+    if change.reason == "now-inaccurate":
+        return f"error {grown}{within} wrong now"
+    word = WORDS.get(change.verdict, change.verdict)
+    return f"error {grown}{within} {word}, {change.reason}{where}"
 
 
-def _answer(comparison: Comparison) -> str:
+def _answer(comparison: Comparison, unclear: Sequence[Undecided]) -> str:
     parts = [
-        _named("failing", comparison, FAILING),
-        _named("less accurate", comparison, {"worse"}),
-        _named("slower", comparison, {"slow"}),
-        _named("faster", comparison, {"fast"}),
+        _named("failing", comparison, lambda pair: bool(pair.changes & FAILING)),
+        _named("wrong", comparison, lambda pair: pair.became_wrong),
+        _named("less accurate", comparison, _is_less_accurate),
+        _named("slower", comparison, lambda pair: "slow" in pair.changes, "slow"),
+        _named("faster", comparison, lambda pair: "fast" in pair.changes, "fast"),
     ]
     if comparison.missing:
         parts.append(f"{counted(len(comparison.missing), 'row')} missing")
-    if any(parts):
-        return "; ".join(filter(None, parts))
-    open_rows = sum(
-        each.speed is not None and each.speed.verdict == "inconclusive" for each in comparison.pairs
-    )
-    if open_rows:
-        inconclusive = counted(open_rows, "inconclusive row")
-        return f"no change beyond noise ({inconclusive})"
-    return "nothing changed"
+    for reason, kernels in grouped(unclear).items():
+        names = dict.fromkeys(str(each) for each in kernels)
+        parts.append(printable(f"undecided: {first_few(list(names), NAMED)}: {reason}"))
+    return "; ".join(filter(None, parts)) or "nothing changed"
 
 
-def _named(word: str, comparison: Comparison, changes: set[str]) -> str:
-    """Name the kernels with this change over all of their calls, or on some of them."""
+def _is_less_accurate(pair: Pair) -> bool:
+    return "worse" in pair.changes and not pair.became_wrong
+
+
+def _named(
+    word: str, comparison: Comparison, holds: Callable[[Pair], bool], verdict: str = ""
+) -> str:
+    """Name the kernels with this verdict over all their calls, or for which some pairs hold."""
     over_all, on_some = [], []
     for each in sorted(comparison.kernels, key=_order):
         name = printable(str(each.kernel))
-        count = sum(bool(pair.changes & changes) for pair in each.pairs)
-        if each.speed is not None and each.speed.verdict in changes:
+        count = sum(map(holds, each.pairs))
+        if each.speed is not None and each.speed.verdict == verdict:
             over_all.append(name)
         elif count:
             on_some.append(f"{name} ({count:,} of {counted(len(each.pairs), 'call')})")
@@ -123,13 +195,31 @@ def _named(word: str, comparison: Comparison, changes: set[str]) -> str:
     return f"{word}: {first_few(names, NAMED)}"
 
 
+def _machine(comparison: Comparison) -> str:
+    """Return a line such as `NVIDIA H100 · torch 2.11 · measured 2026-11-28 08:15 UTC`."""
+    after = comparison.after
+    machine = next((row.machine for row in after.rows if row.machine.device), Machine())
+    versions = [
+        f"{name} {version}"
+        for name in ("torch", "cuda", "triton")
+        if (version := getattr(machine, name))
+    ]
+    times = [
+        f"{run.measured_at[:10]} {run.measured_at[11:16]}"
+        for run in (comparison.before, after)
+        if run.measured_at
+    ]
+    measured = [f"measured {' and '.join(times)} UTC"] if times else []
+    return printable(" · ".join([_devices(after.devices), *versions, *measured]))
+
+
 def _notes(comparison: Comparison) -> list[str]:
     before, after = comparison.before, comparison.after
     notes = []
     if before.devices != after.devices:
         notes.append(
             f"{_devices(before.devices)} → {_devices(after.devices)}: different devices, so "
-            f"speed-ups over {comparison.baseline or 'a common baseline'} are compared, not times"
+            f"speed-ups over {comparison.baseline or 'a common kernel'} are compared, not times"
         )
     elif comparison.basis == "speed-up":
         notes.append(
@@ -180,7 +270,7 @@ def _counts(comparison: Comparison) -> Table:
         ("accuracy", *(str(accuracy[word]) for word in ACCURACY_WORDS)),
         ("kernels, all calls", *(str(kernels[word]) for word in SPEED_WORDS)),
     ]
-    headings = ("rows", "same", "fast / better", "slow / worse", "inconclusive")
+    headings = ("rows", "same", "faster / better", "slower / worse", "undecided")
     return Table(f"{counted(len(comparison.pairs), 'row')} in both", headings, tuple(lines))
 
 
@@ -191,7 +281,7 @@ def _kernels(comparison: Comparison) -> Table:
             printable(str(each.kernel)),
             str(len(each.pairs)),
             "" if each.speed is None else speed_text(each.speed),
-            _counted(each),
+            _counted(each, comparison),
         )
         for each in sorted(comparison.kernels, key=_order)
         if _changes(each.pairs, each.speed)
@@ -199,16 +289,28 @@ def _kernels(comparison: Comparison) -> Table:
     return Table("kernels", ("kernel", "calls", "over all calls", "by call"), tuple(lines))
 
 
-def _counted(kernel: KernelChange) -> str:
-    words: Counter[str] = Counter()
-    for pair in kernel.pairs:
-        if pair.outcome:
-            words[pair.outcome] += 1
-        if pair.speed and pair.speed.verdict != "same":
-            words[pair.speed.verdict] += 1
-        if pair.accuracy and pair.accuracy.verdict in ("better", "worse"):
-            words["more accurate" if pair.accuracy.verdict == "better" else "less accurate"] += 1
+def _counted(kernel: KernelChange, comparison: Comparison) -> str:
+    """Count the calls by their worst change; each call is counted once."""
+    words = Counter(_word(pair, comparison) for pair in kernel.pairs)
     return ", ".join(f"{count} {word}" for word, count in words.most_common())
+
+
+def _word(pair: Pair, comparison: Comparison) -> str:
+    if pair.outcome:
+        return pair.outcome
+    if pair.became_wrong:
+        return "wrong"
+    if "worse" in pair.changes:
+        return "less accurate"
+    if pair.speed and pair.speed.verdict == "slow":
+        return "slower"
+    if any(_undecided(comparison, pair)):
+        return "undecided"
+    if "better" in pair.changes:
+        return "more accurate"
+    if pair.speed or pair.accuracy:
+        return "faster" if "fast" in pair.changes else "same"
+    return "not compared"
 
 
 def _rows(comparison: Comparison) -> Table:

@@ -3,6 +3,7 @@
 const MOST_KINDS = 12; // small charts of speed against error
 const MOST_TIMES = 40; // kernels in one chart
 const MOST_LINES = 8; // kernels in one chart of shapes
+const BESIDE_DOT = { align: { expr: "datum.isRight ? 'right' : 'left'" }, dx: { expr: "datum.isRight ? -8 : 8" } };
 const ERROR_TITLES = { cosine: "worst error (1 − cosine)", relative_l1: "worst relative L1 error", rmse: "worst RMSE" };
 
 // The chosen kind of call, then the others of its model.
@@ -30,9 +31,11 @@ function tradeoff(kind, domain, speeds) {
   if (!all.length) return null;
   const { title, short: name, noise, tolerance, baseline } = data.groups[kind];
   const rank = (each) => (each.kernel === state.kernel ? 3 : each.kernel === baseline ? 2 : 0) + (each.correct ? 1 : 0);
-  const values = all.map((each) => ({ ...each, kind, shown: Math.max(each.error, domain[0]), chosen: each.kernel === state.kernel, isBaseline: each.kernel === baseline }))
+  const { bad, quiet, text: ink } = colours();
+  const values = all.map((each) => ({ ...each, kind, shown: Math.max(each.error, domain[0]), chosen: each.kernel === state.kernel, isBaseline: each.kernel === baseline, isUndecided: each.outcome === "inconclusive" }))
     .sort((one, other) => rank(other) - rank(one) || other.ratio - one.ratio);
-  labelled(values, (each) => Math.log(each.shown), (each) => each.ratio, { width: 0.4, wide: Math.log(domain[1] / domain[0]), high: speeds[1] - speeds[0] });
+  labelled(values, (each) => Math.log(each.shown), (each) => each.ratio, { width: 0.4, from: Math.log(domain[0]), wide: Math.log(domain[1] / domain[0]), high: speeds[1] - speeds[0], right: 0.5 });
+  for (const each of values) if (each.label && each.isUndecided) each.label += " ?";
   const { color, shape } = byClass(values);
   for (const channel of [color, shape]) if (channel.legend) channel.legend = { ...channel.legend, orient: "bottom", title: null };
   const scale = { type: "log", domain, nice: false };
@@ -48,17 +51,17 @@ function tradeoff(kind, domain, speeds) {
     {
       mark: { type: "point", filled: true, opacity: 1, strokeWidth: 2, cursor: "pointer" },
       encoding: {
-        x, y, shape, color: { condition: { test: "datum.isBaseline", value: colours().text }, ...color },
+        x, y, shape, color: { condition: { test: "datum.isBaseline", value: ink }, ...color },
         size: { condition: { test: "datum.chosen", value: 160 }, value: 70 },
-        fillOpacity: { condition: { test: "datum.correct", value: 1 }, value: 0 },
-        stroke: { condition: { test: "!datum.correct", value: colours().bad } },
+        fillOpacity: { condition: { test: "datum.correct && !datum.isUndecided", value: 1 }, value: 0 },
+        stroke: { condition: [{ test: "!datum.correct", value: bad }, { test: "datum.isUndecided", value: quiet }] },
         tooltip: [
           { field: "kernel" }, { field: "status" }, { field: "ratio", title: "speed-up", format: ".3f" },
-          { field: "low", format: ".3f" }, { field: "high", format: ".3f" }, { field: "error", format: ".2e" }, { field: "p50", title: "ms", format: ".4~g" },
+          { field: "low", format: ".3f" }, { field: "high", format: ".3f" }, { field: "error", format: ".2e" }, { field: "of_tolerance", title: "error / tolerance", format: ".3~g" }, { field: "p50", title: "ms", format: ".4~g" }, { field: "reason" },
         ],
       },
     },
-    { transform: [{ filter: "isValid(datum.label)" }], mark: { type: "text", align: { expr: `datum.shown > ${Math.sqrt(domain[0] * domain[1])} ? 'right' : 'left'` }, dx: { expr: `datum.shown > ${Math.sqrt(domain[0] * domain[1])} ? -8 : 8` }, dy: -7, fontSize: 11, limit: 150, cursor: "pointer" }, encoding: { x, y, text: { field: "label" }, color: { condition: { test: "!datum.correct", value: colours().bad }, value: colours().text } } },
+    { transform: [{ filter: "isValid(datum.label)" }], mark: { type: "text", ...BESIDE_DOT, dy: { expr: `datum.ratio < 1 && datum.ratio > ${1 - (speeds[1] - speeds[0]) / 10} ? 14 : -7` }, fontSize: 11, limit: 150, cursor: "pointer" }, encoding: { x, y, text: { field: "label" }, color: { condition: [{ test: "!datum.correct", value: bad }, { test: "datum.isUndecided", value: quiet }], value: ink } } },
   ];
   if (data.budget) {
     const rule = { type: "rule", strokeWidth: 2, color: colours().bad };
@@ -75,12 +78,12 @@ function layerCells() {
   const { model, phase } = data.groups[state.kind];
   const path = `accuracy.reference.${data.metric}`;
   const cells = rowsWhere((at) => column("call.model")[at] === model && column("call.phase")[at] === phase && column("call.module")[at] && column("name")[at] === state.kernel).map((at) => {
-    const [figure, noise, tolerance, verdict] = [column(path)[at], column("noise")[at], column("tolerance")[at], column("speedup.verdict")[at]];
+    const [figure, noise, verdict] = [column(path)[at], column("noise")[at], column("speedup.verdict")[at]];
     const error = figure === null ? null : data.metric === "cosine" ? Math.max(1 - figure, 0) : figure;
     return {
       at, kernel: state.kernel, kind: column("group")[at], layer: column("call.module")[at], step: column("call.step")[at], index: column("call.call_index")[at],
-      status: column("status")[at], error, units: error === null || !tolerance ? null : Math.max(error / tolerance, 1e-3),
-      errorDiffers: error !== null && (!isCorrect(at) || error > 2 * (noise ?? 0)),
+      status: column("status")[at], error, units: ofTolerance(at),
+      errorDiffers: !isCorrect(at) || error > 2 * (noise ?? 0),
       ratio: isCorrect(at) ? column("speedup.ratio")[at] : null, low: column("speedup.low")[at], high: column("speedup.high")[at], speedDiffers: ["fast", "slow"].includes(verdict),
     };
   });
@@ -93,47 +96,59 @@ function layerCells() {
   return cells;
 }
 
+// Module paths without the parts that all of them begin or end with.
+function betweenCommon(paths) {
+  const parts = paths.map((path) => path.split("."));
+  const common = (part) => parts.length > 1 && parts.every((each) => each.length > 1 && part(each) === part(parts[0]));
+  let last;
+  while (common((each) => each[0])) for (const each of parts) last = each.shift();
+  if (last && parts.some((each) => /^\d+$/.test(each[0]))) for (const each of parts) each.unshift(last); // a number alone says little
+  while (common((each) => each.at(-1))) for (const each of parts) each.pop();
+  return parts.map((each) => each.join("."));
+}
+
 // One line of cells for each layer, a cell for each recorded step, grey where nothing is certain.
-function strip(cells, field, differs, title, scale, tooltip) {
-  const values = cells.filter((cell) => cell[field] !== null && cell[field] !== undefined);
+function strip(values, field, differs, title, without, scale, tooltip) {
   if (!values.length) return null;
   const layers = [...new Set(values.map((cell) => cell.layer))].sort(natural);
   const longest = Math.max(...values.map((cell) => cell.order));
-  const position = { x: { field: "order", type: "ordinal", title: "recorded steps, in order", axis: { labels: false, ticks: false } }, y: { field: "layer", type: "nominal", sort: layers, title: null, axis: { labelLimit: narrow() ? 120 : 200, labelExpr: "length(datum.value) > 28 ? '…' + slice(datum.value, -27) : datum.value" } } };
+  const [shorter, most] = [betweenCommon(layers), narrow() ? 20 : 28];
+  for (const value of values) value.shortLayer = shorter[layers.indexOf(value.layer)];
+  const position = { x: { field: "order", type: "ordinal", title: "recorded steps, in order", axis: { labels: false, ticks: false } }, y: { field: "shortLayer", type: "nominal", sort: shorter, title: null, axis: { labelLimit: narrow() ? 150 : 200, labelFontSize: 11, labelExpr: `length(datum.value) > ${most} ? '…' + slice(datum.value, ${1 - most}) : datum.value` } } };
   const some = values.some((cell) => cell[differs]);
   const layer = [{
-    mark: { type: "rect", stroke: colours().page, strokeWidth: 2, cursor: "pointer" },
+    mark: { type: "rect", invalid: null, stroke: colours().page, strokeWidth: 2, cursor: "pointer" },
     encoding: { ...position, tooltip,
-      color: some ? { condition: { test: `!datum.${differs}`, value: colours().grey }, field, type: "quantitative", scale, legend: { title: null, format: ".2~f", gradientLength: 140, orient: "top" } } : { value: colours().grey } },
+      color: some ? { condition: [{ test: `!datum.${differs}`, value: colours().grey }, { test: `!isValid(datum.${field})`, value: colours().text }], field, type: "quantitative", scale, legend: { title: null, format: ".2~f", gradientLength: 140, orient: "top" } } : { value: colours().grey } },
   }];
   const step = (mark) => ({ mark: { type: "text", fontSize: 10, ...mark }, encoding: { ...position, text: { field: "step" } } });
   const { page, text } = colours();
   if (longest <= (narrow() ? 8 : 16)) layer.push(step({ color: page, stroke: page, strokeWidth: 2.5, strokeJoin: "round" }), step({ color: text }));
-  return { title: { text: title, subtitle: some ? "" : "no call differs beyond its interval" }, height: 24 * layers.length, data: { values }, layer, description: title };
+  return { title: { text: title, subtitle: some ? "" : without }, height: 24 * layers.length, data: { values }, layer, description: title };
 }
 
 function layerError() {
-  const cells = layerCells();
+  const cells = layerCells().filter((cell) => cell.units !== null || cell.status === "inaccurate"); // NaN and infinity have no figure
   const most = Math.max(...cells.map((cell) => cell.units ?? 0), 1.01);
-  return strip(cells, "units", "errorDiffers", "Error, in units of its tolerance", { type: "log", scheme: DARK.matches ? "plasma" : "yelloworangered", domain: [0.01, most], clamp: true },
+  return strip(cells, "units", "errorDiffers", "Error, in units of its tolerance", "no error exceeds twice the noise floor", { type: "log", scheme: DARK.matches ? "plasma" : "yelloworangered", domain: [0.01, most], clamp: true },
     [{ field: "layer" }, { field: "step" }, { field: "status" }, { field: "error", format: ".2e" }, { field: "units", title: "× tolerance", format: ".3~g" }]);
 }
 
 function layerSpeed() {
-  const cells = layerCells();
-  const most = Math.max(...cells.filter((cell) => cell.speedDiffers && cell.ratio).map((cell) => Math.max(cell.ratio, 1 / cell.ratio)), 1.05);
-  return strip(cells, "ratio", "speedDiffers", "Speed-up over the baseline", { type: "log", range: [colours().bad, colours().grey, colours().good], domain: [1 / most, 1, most], interpolate: "rgb" },
+  const cells = layerCells().filter((cell) => cell.ratio !== null);
+  const most = Math.max(...cells.filter((cell) => cell.speedDiffers).map((cell) => Math.max(cell.ratio, 1 / cell.ratio)), 1.05);
+  return strip(cells, "ratio", "speedDiffers", "Speed-up over the baseline", "no call differs beyond its interval", { type: "log", range: [colours().bad, colours().grey, colours().good], domain: [1 / most, 1, most], interpolate: "rgb" },
     [{ field: "layer" }, { field: "step" }, { field: "ratio", title: "speed-up", format: ".3f" }, { field: "low", format: ".3f" }, { field: "high", format: ".3f" }]);
 }
 
 function times() {
   const timed = pooledOf(state.kind).filter((each) => each.p50 !== null).sort((one, other) => one.p50 - other.p50);
-  const values = timed.slice(0, MOST_TIMES).map((each) => ({ ...each, kind: state.kind, name: each.correct ? each.kernel : `✗ ${each.kernel}`, chosen: each.kernel === state.kernel }));
+  const values = timed.slice(0, MOST_TIMES).map((each) => ({ ...each, kind: state.kind, name: (each.correct ? each.outcome === "inconclusive" ? "? " : "" : "✗ ") + each.kernel, chosen: each.kernel === state.kernel }));
   if (!values.length) return null;
   const title = values.length < timed.length ? { title: `The fastest ${values.length} of ${timed.length} kernels` } : {};
-  const y = { field: "name", type: "nominal", sort: { field: "p50", op: "min" }, title: null, axis: { labelLimit: narrow() ? 130 : 260, labelExpr: "(datum.value[0] == '✗' ? '✗ ' : '') + replace(datum.value, /^.*[/ ]/, '')" } };
+  const y = { field: "name", type: "nominal", sort: { field: "p50", op: "min" }, title: null, axis: { labelLimit: narrow() ? 130 : 260, labelExpr: "(test(/^[✗?] /, datum.value) ? slice(datum.value, 0, 2) : '') + replace(datum.value, /^.*[/ ]/, '')" } };
   const most = (narrow() ? 1.3 : 1.15) * Math.max(...values.map((each) => each.p90 ?? each.p50));
-  const x = { type: "quantitative", scale: { domain: [0, most], nice: false }, title: "ms", axis: { tickCount: 6 } };
+  const x = { type: "quantitative", scale: { domain: [0, most], nice: false }, title: "ms", axis: { tickCount: narrow() ? 4 : 6 } };
   const { color } = byClass(values);
   if (color.legend) color.legend = { symbolStrokeWidth: 0 };
   return {
@@ -152,19 +167,19 @@ function times() {
 function shapes() {
   if (data.groups.length < 2) return null;
   const ratios = data.pooled.filter((each) => each.correct && each.ratio !== null);
-  const best = data.groups.map((_, at) => ratios.filter((each) => each.group === at).sort((one, other) => other.ratio - one.ratio)[0]);
+  const best = data.groups.map((_, at) => ratios.filter((each) => each.group === at && each.outcome !== "inconclusive").sort((one, other) => other.ratio - one.ratio)[0]);
   const names = [...new Set([state.kernel, ...best.filter(Boolean).map((each) => each.kernel)])].slice(0, MOST_LINES);
   const values = ratios.filter((each) => names.includes(each.kernel)).map((each) => ({ ...each, title: data.groups[each.group].short }));
-  if (!values.length) return null;
+  if (values.every((each) => each.outcome === "baseline")) return null;
   const y = { field: "title", type: "nominal", sort: data.groups.map((group) => group.short), title: null, axis: { labelLimit: 340, labelFontSize: 11 } };
-  const color = { field: "kernel", type: "nominal", sort: names, scale: { range: colours().series }, title: "kernel" };
+  const color = { field: "kernel", type: "nominal", sort: names, scale: { range: colours().series }, title: "kernel", legend: { columns: narrow() ? 1 : 3 } };
   if (narrow()) y.axis = { ...y.axis, labelLimit: 130 };
   return {
     title: "Speed-up by shape", height: 14 * names.length * new Set(values.map((each) => each.title)).size, data: { values }, description: "Speed-up by shape",
     layer: [
       { data: { values: [{ x: 1 }] }, mark: { type: "rule", strokeDash: [4, 4], color: colours().quiet }, encoding: { x: { field: "x", type: "quantitative" } } },
       { mark: { type: "rule" }, transform: [{ filter: "isValid(datum.low)" }], encoding: { y, yOffset: { field: "kernel", sort: names }, x: { field: "low", type: "quantitative" }, x2: { field: "high" }, color } },
-      { mark: { type: "point", filled: true, size: 60, opacity: 1 }, encoding: { y, yOffset: { field: "kernel", sort: names }, x: { field: "ratio", type: "quantitative", scale: { zero: false, padding: 10 }, title: "speed-up (×)", axis: { tickCount: 6 } }, color,
+      { mark: { type: "point", filled: true, size: 60, opacity: 1, strokeWidth: 2 }, encoding: { fillOpacity: { condition: { test: "datum.outcome == 'inconclusive'", value: 0 }, value: 1 }, stroke: { ...color, legend: null }, y, yOffset: { field: "kernel", sort: names }, x: { field: "ratio", type: "quantitative", scale: { zero: false, padding: 10 }, title: "speed-up (×)", axis: { tickCount: 6 } }, color,
         tooltip: [{ field: "kernel" }, { field: "title", title: "calls" }, { field: "ratio", title: "speed-up", format: ".3f" }, { field: "p50", title: "ms", format: ".4~g" }] } },
     ],
   };
@@ -195,7 +210,8 @@ function roofline() {
   });
   const shown = [...values, ...roof].map((each) => each.tflops);
   const heights = [Math.min(...shown) / 2, Math.max(...shown) * 2];
-  labelled(values, (each) => Math.log(each.intensity), (each) => Math.log(each.tflops), { width: narrow() ? 0.5 : 0.16, wide: Math.log(to / from), high: Math.log(heights[1] / heights[0]) });
+  const width = narrow() ? 0.5 : 0.16;
+  labelled(values, (each) => Math.log(each.intensity), (each) => Math.log(each.tflops), { width, from: Math.log(from), wide: Math.log(to / from), high: Math.log(heights[1] / heights[0]), right: 1 - width });
   const plain = (all) => ({ ...logAxis(all), format: "~g" });
   const x = { field: "intensity", type: "quantitative", scale: { type: "log", nice: false, domain: [from, to] }, title: "FLOP per byte", axis: plain([from, to]) };
   const y = { field: "tflops", type: "quantitative", scale: { type: "log", nice: false, domain: heights }, title: "TFLOPS", axis: plain(heights) };
@@ -204,32 +220,42 @@ function roofline() {
     { data: { values: roofs.map((each) => ({ intensity: to, tflops: Math.min(each.peak, (each.bandwidth * to) / 1e3), text: `${each.dtype}: ${short(each.peak)} TFLOPS, ${short(each.bandwidth)} GB/s` })) }, mark: { type: "text", align: "right", dy: -9, color: colours().quiet }, encoding: { x, y, text: { field: "text" } } },
     { mark: { type: "point", filled: true, cursor: "pointer" }, encoding: { x, y, ...byClass(values), size: { condition: { test: "datum.chosen", value: 120 }, value: 55 }, opacity: { condition: { test: "datum.chosen", value: 1 }, value: 0.6 },
       tooltip: [{ field: "kernel" }, { field: "title", title: "calls" }, { field: "tflops", title: "TFLOPS", format: ".4~g" }, { field: "gb", title: "GB/s", format: ".4~g" }, { field: "share", title: "share of the roof", format: ".0%" }] } },
-    { transform: [{ filter: "isValid(datum.label)" }], mark: { type: "text", align: "left", dx: 8, fontSize: 11, limit: 150 }, encoding: { x, y, text: { field: "label" }, color: { value: colours().text } } },
+    { transform: [{ filter: "isValid(datum.label)" }], mark: { type: "text", ...BESIDE_DOT, fontSize: 11, limit: 150 }, encoding: { x, y, text: { field: "label" }, color: { value: colours().text } } },
   ];
   return { height: 340, data: { values }, layer: layers, description: "Throughput against arithmetic intensity, all kinds of call" };
 }
 
-const isWrong = (at) => column("status")[at] === "inaccurate" && data.fields[at] && column("tolerance")[at];
-const unitsOf = (at) => (column("accuracy.reference.relative_l1")[at] ?? Infinity) / column("l1_tolerance")[at];
-
-// Rows with a wrong output, the worst first.
-const wrongRows = () => rowsWhere(isWrong).sort((one, other) => unitsOf(other) - unitsOf(one));
+// Rows with a wrong output, the worst first; NaN and infinity have no figure.
+function wrongRows() {
+  const badness = (at) => ofTolerance(at) ?? Infinity;
+  return rowsWhere((at) => column("status")[at] === "inaccurate" && data.fields[at]).sort((one, other) => (badness(one) < badness(other)) - (badness(one) > badness(other)));
+}
 
 function where(at) {
   const field = data.fields[at];
   const { decade, least, first, nan } = data.levels;
-  const tolerance = column("l1_tolerance")[at];
+  const queries = column("queries")[at];
+  const edge = (range, count) => Math.round((range * queries) / count);
   const values = field.flatMap((cells, head) => [...cells].map((cell, range) => ({
-    head, range, finite: cell !== nan, units: cell === nan ? 1 : (least * 10 ** ((cell.charCodeAt(0) - first.charCodeAt(0)) / decade)) / tolerance,
+    head, from: edge(range, cells.length), to: edge(range + 1, cells.length), error: cell === nan ? null : least * 10 ** ((cell.charCodeAt(0) - first.charCodeAt(0)) / decade),
   })));
-  const most = Math.max(...values.filter((each) => each.finite).map((each) => each.units), 2);
+  const worst = Math.max(...values.map((each) => each.error ?? least));
+  // An output with NaN has no ratio of its own; its finite errors have the tolerance of exact kernels.
+  const tolerance = data.metric === "relative_l1" && column("accuracy_class")[at] === "exact" ? data.groups[column("group")[at]].tolerance : null;
+  const ratio = ofTolerance(at) ?? (tolerance && worst / tolerance); // without it, errors have no unit
+  const title = ratio === null ? "relative L1" : "× tolerance";
+  for (const each of values) each.units = each.error === null ? null : ratio === null ? each.error : (each.error / worst) * ratio;
+  // The scale spans the wrong places; a factor of 4 at least, so that noise does not look large.
+  const [tolerated, most] = ratio === null ? [least, Math.max(worst, 2 * least)] : [1, Math.max(ratio, 2)];
+  const smallest = Math.min(...values.map((each) => each.units).filter((units) => units > tolerated));
+  const domain = [Math.max(tolerated, Math.min(smallest, most / 4)), most];
   return {
     height: Math.max(7, Math.min(22, 400 / field.length)) * field.length, title: `${column("name")[at]} · ${column("place")[at]}`, data: { values }, description: "Error of each head over the queries, in units of the tolerance",
-    mark: { type: "rect" },
+    mark: { type: "rect", invalid: null },
     encoding: {
-      x: { field: "range", type: "ordinal", title: "queries, from the first to the last", axis: { labels: false, ticks: false } }, y: { field: "head", type: "ordinal", title: "head", axis: { labelOverlap: true } },
-      color: { condition: [{ test: "!datum.finite", value: colours().bad }, { test: "datum.units <= 1", value: colours().grey }], field: "units", type: "quantitative", scale: { type: "log", scheme: DARK.matches ? "plasma" : "yelloworangered", domain: [1, most] }, legend: { title: "× tolerance", format: ".3~g", gradientLength: 160 } },
-      tooltip: [{ field: "head" }, { field: "range", title: "range of queries" }, { field: "units", title: "× tolerance", format: ".3~g" }],
+      x: { field: "from", type: "quantitative", title: "query", scale: { domain: [0, queries], nice: false }, axis: { format: ",d", tickMinStep: 1, tickCount: narrow() ? 4 : 10, grid: false } }, x2: { field: "to" }, y: { field: "head", type: "ordinal", title: "head", axis: { labelOverlap: true } },
+      color: { condition: [{ test: "!isValid(datum.units)", value: colours().text }, ...(ratio === null ? [] : [{ test: "datum.units <= 1", value: colours().grey }])], field: "units", type: "quantitative", scale: { type: "log", scheme: { name: DARK.matches ? "plasma" : "yelloworangered", extent: DARK.matches ? [0.2, 1] : [0.1, 0.85] }, domain }, legend: { title, values: [domain[0], Math.sqrt(domain[0] * domain[1]), domain[1]], format: ratio === null ? ".1e" : ",.3~r", gradientLength: 160 } },
+      tooltip: [{ field: "head" }, { field: "from", title: "first query" }, { field: "to", title: "to, exclusive" }, { field: "error", title: "relative L1", format: ".2e" }, { field: "units", title, format: ".3~g" }],
     },
   };
 }

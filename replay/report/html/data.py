@@ -6,17 +6,17 @@ The page's script inserts all data as text, never as markup.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
-from replay.report.groups import Group, place
+from replay.report.groups import Group, common_and_own, place
 from replay.report.html.error_bounds import as_error, noise_floor, tolerance
-from replay.report.html.matrix_section import short_names
+from replay.report.matrix import Matrix
 from replay.report.pooled import pooled_speedup, typical_time, worst
 from replay.report.ranking import is_correct
 from replay.rows.fields import COLUMNS, FIELDS, leaf
@@ -59,21 +59,13 @@ FIRST_LEVEL = "0"
 NOT_FINITE = "~"
 
 
-class Bounds(NamedTuple):
-    """Bounds that a row's error is drawn against; None if unknown."""
-
-    noise: float | None
-    tolerance: float | None
-
-
-def page_data(
-    rows: Sequence[Row], groups: Sequence[Group], budget: Budget | None
-) -> dict[str, Any]:
+def page_data(rows: Sequence[Row], found: Matrix, budget: Budget | None) -> dict[str, Any]:
     """Return, as plain JSON, everything that the page draws from the rows.
 
     Args:
-        groups: groups of exactly these rows (`replay.report.groups.group_rows`).
+        found: matrix of exactly these rows.
     """
+    groups = found.kinds
     headings = {path: FIGURES.get(path, column.heading) for path, column in COLUMNS.items()}
     headings = FIGURES | headings | dict.fromkeys(FACTS, "")
     # Map rows to groups by identity, because two rows may be equal.
@@ -90,11 +82,12 @@ def page_data(
     ]
     trees = [row_to_json(_without_series(row)) for _, row in members]
     meanings = {field.path: field.meaning for field in FIELDS}
+    _, names = common_and_own(groups)
     metric = "relative_l1" if budget is None else budget.metric
-    bounds, of_l1 = _bounds(groups, metric), _bounds(groups, "relative_l1")
+    noise = _noise_floors(groups, metric)
     return {
-        "groups": _groups(groups, bounds),
-        "pooled": [each for at, group in enumerate(groups) for each in _pooled(at, group, metric)],
+        "groups": [_group(*each, noise, metric) for each in zip(groups, names, strict=True)],
+        "pooled": [each for at in range(len(groups)) for each in _pooled(at, found, metric)],
         "metric": metric,
         "budget": budget and {"text": str(budget), "limit": as_error(budget.limit, metric)},
         "columns": {
@@ -111,53 +104,51 @@ def page_data(
             "name": [str(row.id) for _, row in members],
             "place": [place(row.call) for _, row in members],
             "shape": [str(row.call.shape) for _, row in members],
+            "queries": [row.call.shape.q_len for _, row in members],
             "flags": ["; ".join(row.flags) for _, row in members],
-            "noise": [_short(bounds[id(row)].noise) for _, row in members],
-            "tolerance": [_short(bounds[id(row)].tolerance) for _, row in members],
-            "l1_tolerance": [_short(of_l1[id(row)].tolerance) for _, row in members],
+            "noise": [_short(noise[id(row)]) for _, row in members],
         },
         "fields": [_field(row) for _, row in members],
         "levels": {"decade": DECADE, "least": LEAST, "first": FIRST_LEVEL, "nan": NOT_FINITE},
     }
 
 
-def _groups(groups: Sequence[Group], bounds: dict[int, Bounds]) -> list[dict[str, Any]]:
-    return [
-        {
-            "title": group.title,
-            "short": name,
-            "model": group.calls[0].model,
-            "phase": group.calls[0].phase,
-            "baseline": group.baseline,
-        }
-        | _largest(group, bounds)
-        for group, name in zip(groups, short_names(groups), strict=True)
+def _group(group: Group, name: str, noise: dict[int, float | None], metric: str) -> dict[str, Any]:
+    exact = [
+        row
+        for kernel, rows in group.rows.items()
+        if group.class_of(kernel) == "exact"
+        for row in rows
     ]
+    return {
+        "title": group.title,
+        "short": name,
+        "model": group.calls[0].model,
+        "phase": group.calls[0].phase,
+        "baseline": group.baseline,
+        "noise": _largest(noise[id(row)] for row in exact),
+        # So the errors of all correct exact kernels lie within the tolerance.
+        "tolerance": _largest(tolerance(row, metric) for row in exact if row.is_correct),
+    }
 
 
-def _bounds(groups: Sequence[Group], metric: str) -> dict[int, Bounds]:
-    """Return the bounds of each row, by its identity."""
+def _noise_floors(groups: Sequence[Group], metric: str) -> dict[int, float | None]:
+    """Return the noise floor of each row's call, by the row's identity."""
     found = {}
     for group in groups:
         own = {row.call.name: row for row in group.rows.get(KernelId(group.baseline), ())}
         for row in (row for rows in group.rows.values() for row in rows):
-            noise = noise_floor(row, own.get(row.call.name), metric)
-            found[id(row)] = Bounds(noise, tolerance(row, noise, metric))
+            found[id(row)] = noise_floor(row, own.get(row.call.name), metric)
     return found
 
 
-def _largest(group: Group, bounds: dict[int, Bounds]) -> dict[str, float | None]:
-    """Return the largest bounds over the rows of the group's exact kernels."""
-    exact = [rows for name, rows in group.rows.items() if group.class_of(name) == "exact"]
-    found = [bounds[id(row)] for rows in exact for row in rows]
-    return {
-        name: _short(max((value for each in found if (value := getattr(each, name))), default=None))
-        for name in Bounds._fields
-    }
+def _largest(figures: Iterable[float | None]) -> float | None:
+    return _short(max((figure for figure in figures if figure is not None), default=None))
 
 
-def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
+def _pooled(at: int, matrix: Matrix, metric: str) -> Iterator[dict[str, Any]]:
     """Yield the speed, speed-up and worst error of each kernel over the group's calls."""
+    group = matrix.kinds[at]
     for kernel, rows in group.rows.items():
         time, ran = typical_time(rows), [row for row in rows if row.accuracy]
         if not ran:
@@ -177,8 +168,11 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
             "kernel": str(kernel),
             "class": group.class_of(kernel),
             "correct": correct,
+            "outcome": matrix.cells[kernel, at].outcome,
+            "reason": matrix.cells[kernel, at].reason,
             "status": next((row.status for row in rows if not row.is_correct), rows[0].status),
             "error": None if found is None else _short(as_error(found[0], metric)),
+            "of_tolerance": _largest(row.accuracy.tolerance_ratio for row in ran if row.accuracy),
             "p10": time and _short(time.p10),
             "p50": time and _short(time.p50),
             "p90": time and _short(time.p90),

@@ -38,15 +38,15 @@ function colours() {
         series: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#a67c00", "#555555", "#7b3fa0"] };
 }
 
-function config() {
+function config(width) {
   const { text, quiet, line } = colours();
   return {
     background: "transparent",
     font: "system-ui, sans-serif",
     view: { stroke: null },
-    axis: { labelColor: quiet, titleColor: text, gridColor: line, domainColor: line, tickColor: line, labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, labelLimit: 260 },
+    axis: { labelColor: quiet, titleColor: text, gridColor: line, domainColor: line, tickColor: line, labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, labelLimit: 260, labelSeparation: 6 },
     legend: { labelColor: text, titleColor: text, labelFontSize: 12, titleFontSize: 12, orient: "top", labelLimit: 260 },
-    title: { color: text, subtitleColor: quiet, subtitleFontSize: 12, fontSize: 13, anchor: "start", fontWeight: 600, limit: 330 },
+    title: { color: text, subtitleColor: quiet, subtitleFontSize: 12, fontSize: 13, anchor: "start", fontWeight: 600, limit: width - 20 },
   };
 }
 
@@ -56,7 +56,7 @@ async function draw(place, spec) {
   if (!spec) return;
   const chart = element("div", undefined, { class: "drawing" });
   place.append(chart);
-  const full = { width: "container", autosize: { type: "fit-x", contains: "padding" }, ...spec, config: config() };
+  const full = { width: "container", autosize: { type: "fit-x", contains: "padding" }, ...spec, config: config(place.clientWidth) };
   const { view } = await window.vegaEmbed(chart, full, { actions: false, renderer: "svg", logLevel: 1, mode: "vega-lite", tooltip: { theme: DARK.matches ? "dark" : "light" } });
   view.addEventListener("click", (_, item) => item?.datum?.kernel && select(item.datum));
   const save = element("p", undefined, { class: "save" });
@@ -75,6 +75,7 @@ const column = (path) => data.rows[path];
 const rowsWhere = (test) => data.rows.name.map((_, at) => at).filter(test);
 const pooledOf = (group) => data.pooled.filter((each) => each.group === group);
 const isCorrect = (at) => ["ok", "not-timed"].includes(column("status")[at]);
+const ofTolerance = (at) => column("accuracy.tolerance_ratio")[at];
 const natural = (one, other) => one.localeCompare(other, undefined, { numeric: true });
 const short = (value) => String(Number(value.toPrecision(3)));
 const narrow = () => window.innerWidth < 600;
@@ -109,11 +110,14 @@ function byClass(values) {
 }
 
 // Labels the dots in the given order, and leaves out those where another label already stands.
-// `width` is that of a label; `wide` and `high` are the spans of the axes.
-function labelled(values, xOf, yOf, { width, wide, high }) {
+// A label stands to the left of dots beyond `right`, a share of the horizontal axis.
+// `width` is that of a label; the axis begins at `from`, and `wide` and `high` are the axes' spans.
+function labelled(values, xOf, yOf, { width, from, wide, high, right }) {
   const taken = [];
   for (const each of values) {
-    const spot = [xOf(each) / wide, yOf(each) / high];
+    const place = (xOf(each) - from) / wide;
+    each.isRight = place > right;
+    const spot = [place + (each.isRight ? -width : width) / 2, yOf(each) / high];
     if (taken.some(([x, y]) => Math.abs(x - spot[0]) < width && Math.abs(y - spot[1]) < 0.06)) continue;
     taken.push(spot);
     each.label = each.kernel.split("/").pop();

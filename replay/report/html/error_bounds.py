@@ -1,14 +1,9 @@
-"""Bounds that errors are drawn against: the noise floor of a call and the tolerance of a kernel.
-
-A row keeps the verdict on its output, which compares single elements and rows, but not the limits.
-These bounds are the nearest that a row's figures give.
-"""
+"""Bounds that errors are drawn against: the noise floor of a call and the tolerance of a kernel."""
 
 from __future__ import annotations
 
 import math
 
-from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.rows.row import Row
 
 
@@ -35,30 +30,17 @@ def noise_floor(row: Row, baseline: Row | None, metric: str) -> float | None:
     return error if 0 < error < math.inf else None
 
 
-def tolerance(row: Row, noise: float | None, metric: str) -> float | None:
-    """Return the error that a kernel of the row's class may have.
+def tolerance(row: Row, metric: str) -> float | None:
+    """Return the error at which an output would fail if all its errors grew by one factor.
 
-    It is the limit of quantised kernels, and for others the noise floor times the factor by which
-    exact kernels may exceed the same-dtype error (squared for the distance of a cosine from 1,
-    which grows with the square of an error). None if there is neither.
+    The verdict compares single elements and rows with their limits, and the row stores the largest
+    ratio. The distance of a cosine from 1 grows with the square of the factor. None for an output
+    without an error, and for rows of earlier versions, which do not store the ratio.
     """
-    limits = _thresholds(row).of(row.accuracy_class or "exact")
-    if isinstance(limits, QuantisedThresholds):
-        fixed = {"cosine": 1 - limits.minimum_cosine, "relative_l1": limits.maximum_relative_l1}
-        return fixed.get(metric)
-    return noise and noise * _factor(limits, metric)
-
-
-def _factor(limits: ExactThresholds, metric: str) -> float:
-    power = 2 if metric == "cosine" else 1
-    return float(limits.same_dtype_factor**power)
-
-
-def _thresholds(row: Row) -> Thresholds:
-    """Return the thresholds that judged a row: the defaults, with its own changes."""
-    tables: dict[str, dict[str, float]] = {}
-    for change in row.tolerances.split():
-        name, _, value = change.partition("=")
-        table, _, key = name.partition(".")
-        tables.setdefault(table, {})[key] = float(value)
-    return Thresholds.from_tables(tables)
+    if row.accuracy is None:
+        return None
+    errors = row.accuracy.chosen or row.accuracy.reference
+    error, ratio = as_error(getattr(errors, metric), metric), row.accuracy.tolerance_ratio
+    if not ratio or not 0 < error / ratio < math.inf:
+        return None
+    return float(error / ratio ** (2 if metric == "cosine" else 1))

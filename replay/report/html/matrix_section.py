@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from capture.text.printable import printable
-from replay.report.groups import Group, joined, told_apart
-from replay.report.matrix import Cell, Matrix
+from replay.report.groups import common_and_own, joined
+from replay.report.matrix import MARKS, Cell, Matrix
 
-MARKS = {"wrong": "✗", "same": "=", "inconclusive": "?", "cannot": "–", "baseline": "baseline"}
-"""Text of cells that show no speed-up."""
 WORDS = {"faster": "fast", "slower": "slow"}
 """Names of the classes that colour the cells with a speed-up."""
 
 
-def short_names(groups: Sequence[Group]) -> list[str]:
-    """Return names such as `flux · denoise · 1×24×4608×128`, all of them distinct."""
-    several = len({group.model for group in groups}) > 1
-    names = [joined(each.model if several else "", each.phase, each.shape) for each in groups]
-    return told_apart(groups, names)
+def legend() -> str:
+    """Return the meaning of the marks, such as `= same speed, ✗ wrong or failed`."""
+    return ", ".join(f"{mark} {meaning}" for mark, meaning in MARKS.values())
 
 
 def matrix_table(found: Matrix) -> Iterator[str]:
@@ -28,12 +24,11 @@ def matrix_table(found: Matrix) -> Iterator[str]:
         '<div class="scroll" tabindex="0" role="region" aria-label="Kernels and calls">'
         '<table id="matrix"><thead><tr><th scope="col">kernel</th>'
     )
-    for name in short_names(found.kinds):
+    for name in common_and_own(found.kinds)[1]:
         yield f'<th scope="col">{html.escape(name)}</th>'
     yield "</tr></thead><tbody>"
     for kernel in found.kernels:
-        rows = [row for kind in found.kinds for row in kind.rows.get(kernel, ())]
-        if all(row.status == "unavailable" for row in rows):
+        if found.is_unavailable(kernel):
             continue
         name = html.escape(printable(str(kernel)), quote=True)
         quantised = ' <span class="quiet">quantised</span>' if found.is_quantised(kernel) else ""
@@ -44,19 +39,34 @@ def matrix_table(found: Matrix) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
+def common_part(found: Matrix) -> str:
+    """Return a sentence on what all kinds of call share; empty if there is nothing."""
+    common, _ = common_and_own(found.kinds)
+    return html.escape(printable(f"Every kind of call: {common}.")) if common else ""
+
+
+def reasons(found: Matrix) -> Iterator[str]:
+    """Yield a list of the wrong kernels' reasons, and one to open of the others' reasons."""
+    shown = [kernel for kernel in found.kernels if not found.is_unavailable(kernel)]
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for outcome, names, reason in found.reasons(shown):
+        text = html.escape(printable(f"{names}: {reason}"))
+        mark = MARKS[outcome][0]
+        lines[outcome == "wrong"].append(f'<li><b class="{outcome}">{mark}</b> {text}')
+    if lines[True]:
+        yield from ('<ul class="reasons">', *lines[True], "</ul>")
+    if lines[False]:
+        yield "<details><summary>Reasons of the other cells without a speed-up</summary>"
+        yield from ('<ul class="reasons">', *lines[False], "</ul></details>")
+
+
 def _cell(cell: Cell, kernel: str, kind: int) -> str:
     words = WORDS.get(cell.outcome, cell.outcome)
     title = html.escape(printable(joined(cell.outcome, _interval(cell), cell.reason)), quote=True)
     return (
         f'<td class="{words}"><button type="button" aria-pressed="false" data-kernel="{kernel}" '
-        f'data-kind="{kind}" title="{title}">{_text(cell)}</button></td>'
+        f'data-kind="{kind}" title="{title}">{cell.text}</button></td>'
     )
-
-
-def _text(cell: Cell) -> str:
-    if cell.outcome in WORDS and cell.speedup is not None:
-        return f"{cell.speedup.ratio:.2f}×"
-    return MARKS.get(cell.outcome, cell.outcome)
 
 
 def _interval(cell: Cell) -> str:

@@ -52,8 +52,8 @@ function modelChart(span, lines) {
   const values = lines.filter((each) => each.measured).map((each) => ({ kernel: each.kernel, ms: each.ms, measured: each.measured.ratio, low: each.measured.low, high: each.measured.high,
     predicted: each.predicted?.value ?? null, from: each.predicted?.low ?? null, to: each.predicted?.high ?? null }));
   if (!values.length) return null;
-  const y = { field: "kernel", type: "nominal", sort: { field: "measured", op: "max", order: "descending" }, title: null };
-  const x = { type: "quantitative", scale: { zero: false, padding: 10 }, title: "speed-up of the model (×)" };
+  const y = { field: "kernel", type: "nominal", sort: { field: "measured", op: "max", order: "descending" }, title: null, axis: { labelLimit: narrow() ? 130 : 260, labelExpr: "replace(datum.value, /^.*[/ ]/, '')" } };
+  const x = { type: "quantitative", scale: { zero: false, nice: false, padding: 10 }, title: "model's speed-up (×)", axis: { tickCount: 6 } };
   const [blue, orange] = colours().classes;
   const tooltip = [{ field: "kernel" }, { field: "measured", format: ".3f" }, { field: "predicted", format: ".3f" }, { field: "ms", format: ".4~g" }];
   return {

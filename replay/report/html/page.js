@@ -6,13 +6,22 @@ function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   const kernels = new Set(data.rows.name);
   const number = (name, count) => (/^\d+$/.test(given.get(name) ?? "") && Number(given.get(name)) < count ? Number(given.get(name)) : null);
-  state.kind = number("kind", data.groups.length) ?? 0;
-  state.kernel = kernels.has(given.get("kernel")) ? given.get("kernel") : ranked(state.kind)[0] ?? "";
+  const first = mostInteresting();
+  state.kind = number("kind", data.groups.length) ?? first.group;
+  state.kernel = kernels.has(given.get("kernel")) ? given.get("kernel") : first.group === state.kind ? first.kernel : ranked(state.kind)[0] ?? "";
   state.row = number("row", data.rows.name.length);
   state.sort = given.get("sort") ?? "";
   state.descending = given.has("descending");
   state.filter = given.get("filter") ?? "";
   return given.get("at");
+}
+
+// The worst wrong kernel, or else the fastest kernel of the first kind of call that decided any.
+function mostInteresting() {
+  const [wrong] = wrongRows();
+  if (wrong !== undefined) return { kernel: column("name")[wrong], group: column("group")[wrong] };
+  const decided = data.pooled.filter((each) => ["faster", "same", "slower"].includes(each.outcome));
+  return decided.sort((one, other) => one.group - other.group || other.ratio - one.ratio)[0] ?? { kernel: ranked(0)[0] ?? "", group: 0 };
 }
 
 function keepAddress(at = new URLSearchParams(location.hash.slice(1)).get("at")) {
@@ -69,23 +78,28 @@ async function section(id, specs) {
   for (const [place, spec] of Object.entries(specs)) await draw($(place), spec);
 }
 
+// Draws small charts beside each other; their section is absent if there is none.
+async function multiples(id, specs) {
+  const shown = specs.filter(Boolean);
+  $(`${id}-section`).hidden = !shown.length;
+  const places = shown.map(() => element("div", undefined, { class: "chart" }));
+  $(id).replaceChildren(...places);
+  for (const [at, spec] of shown.entries()) await draw(places[at], spec);
+}
+
 async function drawTradeoffs() {
   const kinds = kindsShown();
   const [errors, speeds] = [errorDomain(kinds), speedDomain(kinds)];
-  const specs = kinds.map((kind) => tradeoff(kind, errors, speeds));
-  $("tradeoff-section").hidden = !specs.some(Boolean);
-  const places = specs.map(() => element("div", undefined, { class: "chart" }));
-  $("tradeoff").replaceChildren(...places.filter((_, at) => specs[at]));
-  for (const [at, spec] of specs.entries()) if (spec) await draw(places[at], spec);
+  await multiples("tradeoff", kinds.map((kind) => tradeoff(kind, errors, speeds)));
 }
 
 async function drawWhere() {
   const wrong = wrongRows();
   $("where-section").hidden = !wrong.length;
   if (!wrong.length) return;
-  const own = wrong.filter((at) => column("name")[at] === state.kernel);
+  const own = wrong.filter((at) => column("name")[at] === state.kernel && column("group")[at] === state.kind);
   const at = wrong.includes(state.row) ? state.row : own[0] ?? wrong[0];
-  fillSelect($("call"), wrong.map((row) => [String(row), `${column("name")[row]} · ${column("place")[row]} (${short(unitsOf(row))}× its tolerance)`]), String(at));
+  fillSelect($("call"), wrong.map((row) => [String(row), `${column("name")[row]} · ${column("place")[row]}${ofTolerance(row) === null ? "" : ` (${short(ofTolerance(row))}× its tolerance)`}`]), String(at));
   await draw($("where"), where(at));
 }
 
@@ -93,6 +107,7 @@ async function drawChosen() {
   fillSelect($("kernel"), ranked(state.kind).map((name) => [name, name]), state.kernel);
   $("kind").value = String(state.kind);
   marked();
+  await drawSweeps();
   await drawTradeoffs();
   await section("layers-section", { "layer-error": layerError(), "layer-speed": layerSpeed() });
   const byShape = shapes();
@@ -107,6 +122,7 @@ async function begin() {
   await loadCharts();
   const at = readAddress();
   fillSelect($("kind"), data.groups.map((group, kind) => [String(kind), group.title]), String(state.kind));
+  for (const part of document.querySelectorAll(".scripted")) part.hidden = false;
   document.querySelector("main > .choices").hidden = data.groups.length < 2 && ranked(0).length < 2;
   $("filter").value = state.filter;
   prepareTable();
@@ -120,7 +136,7 @@ async function begin() {
   for (const link of document.querySelectorAll("a.section")) {
     link.addEventListener("click", (event) => { event.preventDefault(); keepAddress(link.hash.slice(1)); goTo(link.hash.slice(1)); });
   }
-  const everything = async () => { await drawChosen(); await drawModels(); await drawMachine(); };
+  const everything = async () => { document.body.dataset.scheme = DARK.matches ? "dark" : "light"; await drawModels(); await drawChosen(); await drawMachine(); };
   DARK.addEventListener("change", everything);
   window.addEventListener("hashchange", async () => { const place = readAddress(); await drawChosen(); if (place) goTo(place); });
   await everything();

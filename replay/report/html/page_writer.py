@@ -10,6 +10,7 @@ import gzip
 import html
 import json
 from collections.abc import Iterator, Sequence
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -25,14 +26,18 @@ from replay.report.html import chart_library as library
 from replay.report.html import model
 from replay.report.html.data import page_data
 from replay.report.html.foot import foot
-from replay.report.html.matrix_section import matrix_table
+from replay.report.html.matrix_section import common_part, legend, matrix_table, reasons
 from replay.report.html.outputs import saved_outputs
+from replay.report.html.sweep_data import sweep_data
 from replay.report.matrix import matrix
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row
 from replay.rows.row_files import plain
 
-SCRIPTS = ("drawing.js", "call_charts.js", "model_charts.js", "rows_table.js", "page.js")
+SCRIPTS = (
+    *("drawing.js", "call_charts.js", "sweep_charts.js", "model_charts.js"),
+    *("rows_table.js", "page.js"),
+)
 """Files of the page's script, in the order of their use."""
 
 
@@ -78,8 +83,9 @@ def write_html(
     # Checks of several models are drawn below each other.
     names = dict.fromkeys(each["model"] for each in checks)
     models = {name: [each for each in checks if each["model"] == name] for name in names}
-    data: dict[str, Any] = page_data(rows, groups, budget) | {
+    data: dict[str, Any] = page_data(rows, found, budget) | {
         "models": {name: model.model_data(members) for name, members in models.items()},
+        "sweeps": sweep_data(found),
         "outputs": {} if outputs is None else saved_outputs(outputs, checks),
     }
     headline, *others = _sentences(models, summary, answer(found))
@@ -88,7 +94,10 @@ def write_html(
         machine=html.escape(_machine(rows)),
         headline=headline,
         answers="\n".join(_listed(others)),
+        legend=legend(),
+        common=common_part(found),
         matrix="\n".join(matrix_table(found)),
+        reasons="\n".join(reasons(found)),
         unavailable="\n".join(_unavailable(rows)),
         foot="\n".join(foot(rows, command)),
         style=_resource("style.css"),
@@ -109,7 +118,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _machine(rows: Sequence[Row]) -> str:
-    """Return a line such as `NVIDIA H200 · torch 2.11.0 · cuda 13.0 · 24 calls × 12 kernels`."""
+    """Return a line such as `NVIDIA H200 · torch 2.11.0 · 24 calls × 12 kernels that ran`."""
     parts = []
     for machine in dict.fromkeys(row.machine for row in rows if row.machine.device):
         versions = [
@@ -122,9 +131,23 @@ def _machine(rows: Sequence[Row]) -> str:
     kernels = len({row.id for row in rows if row.accuracy})
     return printable(
         " · ".join(
-            [*parts[:3], f"{counted(calls, 'call')} × {counted(kernels, 'kernel')} that ran"]
+            [
+                *parts[:3],
+                f"{counted(calls, 'call')} × {counted(kernels, 'kernel')} that ran",
+                _measured(rows),
+            ]
         )
     )
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    """Return when rows were measured, and at which commit; the page's own date if they lack it."""
+    dates = sorted({row.measured_at[:10] for row in rows if row.measured_at})
+    if not dates:
+        return f"written {date.today()}"
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    commits = [*dict.fromkeys(row.commit for row in rows if row.commit)]
+    return f"measured {span}{f' at commit {commits[0]}' if len(commits) == 1 else ''}"
 
 
 def _sentences(models: dict[str, list[model.Check]], summary: str, calls: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ const HEADINGS = { name: "kernel", place: "call", shape: "shape", status: "verdi
 const tableState = { paths: [], shown: PAGE, texts: [] };
 
 function prepareTable() {
-  const first = [...FIRST, `accuracy.reference.${data.metric}`];
+  const first = [...FIRST, `accuracy.reference.${data.metric}`, "accuracy.tolerance_ratio"];
   const figures = Object.keys(data.columns).filter((path) => data.columns[path].heading && ![...first, ...THEN].includes(path) && isFigure(path));
   tableState.paths = [...first, ...THEN, ...figures, ...AFTER].filter((path) => column(path)?.some((value) => value !== null && value !== ""));
   tableState.texts = data.rows.name.map((_, at) => tableState.paths.map((path) => column(path)[at] ?? "").join(" ").toLowerCase());

@@ -252,7 +252,7 @@ def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> No
     command = ("--model", f"{model_file}:build", "--out", out, "--overwrite")
     *_, err = run_cli(*command)
     assert err.startswith("my.py:build: size unknown before the run\nweights: ")
-    assert err.endswith(f"next: replay these calls through every kernel: replay --dir '{out}'\n")
+    assert err.endswith(f" these calls through the default kernels: replay --dir '{out}'\n")
     quiet = run_cli(*command, "--quiet", "--max-bytes", "3k")
     assert quiet[2].startswith("reached --max-bytes")
     assert len(quiet[2].splitlines()) == 1

@@ -81,9 +81,13 @@ def test_empty_prompt_is_a_prompt() -> None:
         (["-mask"], "unknown option -mask: did you mean --mask or -sk?"),
         (["--kernals", "eager"], "unknown option --kernals: did you mean --kernels?"),
         (["-n", "2"], "unknown option -n"),
+        (["--rsndou", "2"], "unknown option --rsndou"),
+        (["--dir", "a"], "unknown option --dir: other verbs have it"),
+        (["-sq", "8", "--seed=1", "--seed", "2"], "--seed is given twice: give it once"),
+        (["-b2", "-b", "3"], "-b is given twice: give it once"),
     ],
 )
-def test_misspelt_option_is_one_sentence(
+def test_misspelt_or_repeated_option_is_one_sentence(
     given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command prints neither its help nor argparse's message about another option's value."""
@@ -106,12 +110,7 @@ def test_list_that_is_given_twice_has_the_values_of_both() -> None:
 def test_values_may_begin_with_a_dash() -> None:
     """Values of one-letter options, numbers, and words of a prompt may begin with a dash."""
     found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kernels", "a", "-q"])
-    assert (found.batch, found.head_dim, found.q_heads, found.kernels, found.quiet) == (
-        2,
-        32,
-        8,
-        "a",
-        True,
-    )
+    assert (found.batch, found.head_dim, found.q_heads) == ((2,), (32,), (8,))
+    assert (found.kernels, found.quiet) == ("a", True)
     assert capture_parser().parse_args(["--prompt", "-p is what?"]).prompt == "-p is what?"
     assert capture_parser().parse_args(["--prompt=-p"]).prompt == "-p"

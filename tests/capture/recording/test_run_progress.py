@@ -114,11 +114,14 @@ def test_progress_is_shown_only_on_a_terminal(
     monkeypatch.setenv("TERM", "xterm")
     console = Console(file=io.StringIO(), force_terminal=shown, width=80)
     runnable: Any = Namespace(extent={"new_tokens": 3}, pipeline=None)
+    monkeypatch.setattr("capture.recording.run_progress.steps", lambda *_: (3, 3))
+    monkeypatch.setattr(StepTimes, "left", lambda *_: 0.0)
     with (
         record(layers, out=tmp_path / "out", max=4) as recording,
         shown_progress(runnable, recording, 4, console),
     ):
         layers(states)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("2 of 4 calls kept, 2.6 kB" in printed, bool(printed)) == (shown, shown)
+    found = "finishing after token 3 of 3 · 2 of 4 calls kept, 2.6 kB"
+    assert (found in printed, bool(printed)) == (shown, shown)
     assert "…" not in printed

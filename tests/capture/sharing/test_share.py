@@ -19,7 +19,7 @@ from replay.rows.row_files import save_jsonl
 from tests.capture.storage.captures import alter, edit_manifest, started, write_dataset
 from tests.capture.storage.servers import serving
 from tests.capture.storage.test_remote import address
-from tests.factories import accuracy, call_facts, errors, random_call, row, speedup, speedup_over
+from tests.factories import accuracy, call_facts, random_call, row, speedup, speedup_over
 from tests.in_this_process import RunCli
 
 PROMPT = "a panda | <b>playing</b> guitar"
@@ -52,14 +52,15 @@ def recorded(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Rows of two kernels: call 1 has the largest error, call 3 fails, call 4 is the slowest."""
+    """Rows of two kernels: call 1 is wrong, call 2 less so, call 3 fails, call 4 is slowest."""
+    ratios = {("a", 1): 9.0, ("b", 2): 2.0}
     found = [
         row(
             kernel,
             call_facts(f"model-{index}"),
             1.0,
-            "inaccurate" if (kernel, index) == ("b", 3) else "ok",
-            accuracy=accuracy(errors(worst_head_relative_l1=1e-3 * (index == 1))),
+            "crash" if (kernel, index) == ("b", 3) else "ok",
+            accuracy=replace(accuracy(), tolerance_ratio=ratios.get((kernel, index), 0.5)),
             speedup=speedup_over(against=speedup(0.5 if (kernel, index) == ("b", 4) else 2.0)),
         )
         for kernel in "ab"

@@ -178,7 +178,7 @@ def test_sentence_names_heads_and_rows() -> None:
     sentence = judge(no_head, expected, "quantised").sentence
     assert "worst head (batch 0, head 2): relative L1 1 exceeds 0.0" in sentence
     sentence = judge(no_row, expected, "quantised").sentence
-    assert "(8-bit attention there); worst row (batch 0, head 3, query 90): error 0." in sentence
+    assert "; worst row (batch 0, head 3, query 90): error norm 0." in sentence
     assert sentence.endswith("(8-bit attention in that head)")
 
 

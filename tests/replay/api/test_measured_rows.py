@@ -103,6 +103,8 @@ def test_best_is_the_baseline_or_a_faster_kernel(times: dict[str, list[float]], 
 def test_best_leaves_out_kernels_that_are_wrong_or_of_another_class() -> None:
     rows = Rows(group_of({BASELINE: STEADY}, accuracy_class="exact"))
     rows += group_of({"wrong": FASTER}, status="inaccurate", accuracy_class="exact")
+    rows += group_of({"spoils": FASTER}, changed_inputs=("attn_mask",), accuracy_class="exact")
+    rows += group_of({"doubtful": FASTER}, flags=("unconfirmed: …",), accuracy_class="exact")
     rows += group_of({"sage": FASTER}, accuracy_class="quantised")
     assert [each.kernel for each in rows.best()] == [BASELINE]
     assert [each.kernel for each in rows.best("quantised")] == ["sage"]

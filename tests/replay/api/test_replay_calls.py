@@ -1,5 +1,6 @@
 """The functions `replay`, `plan` and `verify`, which run the commands from Python."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import attention_replay as ar
 from replay.api.chosen_device import ChoiceError
+from replay.api.run_stamp import commit_here
 from replay.cli.main import main
 from replay.cli.requests import recorded_calls, request_of
 from tests.in_this_process import exit_code
@@ -26,6 +28,9 @@ def test_rows_are_those_of_the_command(recorded: Path, kernels: str | list[str])
         for kernel in ("torch-math", "torch-flash")
     ]
     assert all(row.status == "ok" and row.cache == "warm" for row in rows)
+    ((begun, commit),) = {(row.measured_at, row.commit) for row in rows}
+    assert commit == commit_here()
+    assert datetime.strptime(begun, "%Y-%m-%dT%H:%M:%SZ")
 
 
 def test_calls_may_be_a_dataset_or_a_list(recorded: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import replay as replay_package
+from capture.storage.capture_record import CaptureRecord
 from replay.cli.compare_kernels import parser
 from replay.cli.main import VERBS, main
 from replay.cli.replayed import Replayed, exit_code
@@ -32,7 +33,7 @@ SHAPE = ("random", "-b", "1", "-hq", "4", "-hk", "2", "-sq", "70", "-d", "32")
 HERE = ("--device", "cpu", "--in-process")
 KERNELS = "torch-default,torch-math,torch-flash,torch-cud?n"
 DIR = ("--dir", "recorded", "--call", "model-000000")
-QUICK = ("--rounds", "3", *HERE)
+QUICK = ("--rounds", "6", *HERE)
 """Options for quick runs without workers, in this process, which has the fake kernels."""
 
 
@@ -98,7 +99,8 @@ def test_help_and_refusals_do_not_import_torch(recorded: Path, tmp_path: Path) -
 def test_random_call_is_replayed(run_cli: RunCli) -> None:
     code, out, err = run_cli(*SHAPE, "--mask=causal", *QUICK, "--kernels", KERNELS, "--metric=all")
     assert code == 0
-    assert err.startswith("replay random: energy needs an NVIDIA GPU\nnext: ")
+    assert err.startswith("replay random: energy needs an NVIDIA GPU\nreplay random: 1 call × 3 ")
+    assert re.search(r"\nreplay random: the replay took \d+ s\nnext: ", err)
     assert err.count("energy") == 1
     assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
     for kernel in ("torch-default", "torch-math", "torch-flash"):
@@ -118,17 +120,20 @@ def test_random_call_is_replayed(run_cli: RunCli) -> None:
         (("suite", "llama", "--errors-against", "torch-cudnn"), ("torch-cudnn cannot run on cpu",)),
         ((*SHAPE, "--metric", "thruput"), ("unknown metric 'thruput': did you mean throughput",)),
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
-        (("random", "-sq", "0"), ("-sq: must be an integer of at least 1",)),
+        (("random", "-sq", "8,,9"), ("-sq: has an empty entry: give numbers such as 512,1024",)),
+        (("random", "-sq", "8,0"), ("-sq: must be an integer of at least 1",)),
+        (("suite", "lama"), ("no suite 'lama': choose from flux", "or name a .toml file")),
+        (("suite", "no.toml"), ("cannot read no.toml (No such file or directory)",)),
         ((*SHAPE, "--call", "x"), ("unknown option --call",)),
         (("--dir", "x", "--mask", "window"), ("unknown option --mask",)),
         ((*SHAPE, "--timeout", "5"), ("not allowed with argument",)),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
-        (("--dir", "n" * 300), ("nnn: File name too long, name another",)),
+        (("--dir", "capturde"), ("capturde: no such directory: did you mean captured?",)),
         (("suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
         ((*SHAPE, "--json", "no/such/rows.jsonl"), ("cannot write no/such", "create its")),
         ((*DIR, "--json", "."), ("cannot write .: it is a directory",)),
-        (("--dir", "."), (".: holds no recorded calls", "capture --model")),
+        (("--dir", "."), (".: holds no recorded calls: did you mean captured?",)),
         ((*DIR, "--max-time", "1m"), ("--max-time requires worker processes: leave out",)),
         ((*DIR, "--resume"), ("--resume requires a file to continue: give --json FILE",)),
         (("random", "-sq", "1000000000000000000"), ("too large for any machine",)),
@@ -146,6 +151,8 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "captured").mkdir()
+    (tmp_path / "captured" / "manifest.json").touch()
     err = refusal(run_cli, *arguments, *QUICK)
     assert all(sentence in err for sentence in sentences), err
 
@@ -249,12 +256,14 @@ def test_check_fails_on_a_wrong_kernel(run_cli: RunCli, kernels: Callable[..., K
 
 
 def test_check_states_the_smallest_slowdown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [(1.0, 1.1), (2.0, 2.08), (1.0, None)]  # a row without an interval does not count
+    found = [(1.0, 1.1), (2.0, 2.08), (1.0, None)]
     speedups = [SpeedupOver(ratio, 0.9, high, "slow", "noisy", "b") for ratio, high in found]
     replay = Replayed([factories.row(speedup=each) for each in speedups], None, {}, {})
     assert (exit_code(replay), exit_code(replay, check=True)) == (0, 0)
-    told = "smallest slowdown against the baseline that would show: 7.0% on half of the rows"
-    assert capsys.readouterr().err == f"replay: {told}, 10.0% on all\n"
+    told = "slowdowns against the baseline below 7.0% would not show on half of the rows"
+    assert capsys.readouterr().err == (
+        f"replay: {told}, and below 10.0% not on all; unknown for 1 row\n"
+    )
 
 
 @pytest.mark.parametrize("device", ["mps", "cpu:7", "cuda:-1", "abacus", ""])
@@ -276,17 +285,21 @@ def test_error_is_one_sentence_unless_debugging(
         raise error
 
     monkeypatch.setattr("replay.workers.execution.replay_here", fail)
-    assert run_cli(*SHAPE, *QUICK)[::2] == (code, f"replay random: {sentence}\n")
+    assert run_cli(*SHAPE, *QUICK, "-q")[::2] == (code, f"replay random: {sentence}\n")
     with pytest.raises(type(error)):
         main([*SHAPE, *QUICK, "--debug"])
 
 
 def test_quiet_keeps_results_and_warnings(run_cli: RunCli, recorded: Path) -> None:
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "-q")
-    code, out, err = run_cli(*arguments, "--metric", "all")
+    manifest = recorded / "manifest.json"
+    data = json.loads(manifest.read_text())
+    data["captures"] = [CaptureRecord("model", "trained", attention_share=0.03).to_json()]
+    manifest.write_text(json.dumps(data))
+    code, out, err = run_cli(*arguments, "--metric", "tflops,all")
     assert (code, err) == (0, "")
-    assert "torch-math" in out
-    (recorded / "manifest.json").unlink()
+    assert "attention takes 3% of the forward time, so kernels can gain at most 1.03×" in out
+    manifest.unlink()
     next(iter(recorded.glob("*.safetensors"))).write_bytes(b"damaged")
     code, out, err = run_cli(*arguments)
     assert code == 1
@@ -299,7 +312,7 @@ def test_quiet_keeps_results_and_warnings(run_cli: RunCli, recorded: Path) -> No
 def test_recording_without_readable_calls_is_reported(run_cli: RunCli, recorded: Path) -> None:
     for call in recorded.glob("*.safetensors"):
         call.write_bytes(b"")
-    code, _, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-math")
+    code, _, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "-q")
     assert code == 1
     assert err.count("no call could be replayed, record anew") == len(err.splitlines()) == 3
 
@@ -325,7 +338,7 @@ def test_verbose_prints_where_the_time_goes(run_cli: RunCli, recorded: Path) -> 
     assert len(re.findall(r"first call of torch-math: [\d.]+ ms", told)) == 3
     assert len(re.findall(r"^ +[\d.]+ s  model-\d+ took ", told, re.MULTILINE)) == 3
     assert re.search(r"3 calls took [\d.]+ s: ", told)
-    assert run_cli(*arguments, "--json=-")[2] == "", "the next command narrates too"
+    assert run_cli(*arguments, "--json=-", "-q")[2] == "", "the next command narrates too"
 
 
 def test_kernels_are_listed(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:

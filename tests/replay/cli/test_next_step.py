@@ -69,13 +69,14 @@ def said(
     rows: list[Row] | None = None,
     written: Plan | None = None,
     in_model: Speedup | None = None,
+    is_faster: bool = True,
 ) -> str:
     parser, others = parser_of(given)
     arguments = parser.parse_args(others)
     directory = vars(arguments).get("dir")
     dataset = Dataset.open(directory) if directory else None
     rows = measured() if rows is None else rows
-    return next_step(arguments, rows, written, dataset, in_model)
+    return next_step(arguments, rows, written, dataset, in_model, is_faster=is_faster)
 
 
 def command(sentence: str) -> list[str]:
@@ -101,10 +102,9 @@ def test_replay_leads_to_the_whole_model(tmp_path: Path) -> None:
     ("rival", "expected"),
     [
         (row("mine", ms=2.0, speedup=speedup_over(against=speedup(1.0, 0.99, 1.01))), ""),
-        (row("mine", status="error", reason="TypeError"), ""),
         (row("mine", ms=2.0, flags=(INTERRUPTED_BLOCKS,)), BUSY),
     ],
-    ids=["tie", "raised", "busy"],
+    ids=["tie", "busy"],
 )
 def test_replay_without_a_gain_suggests_no_model_run(
     tmp_path: Path, rival: Row, expected: str
@@ -119,6 +119,7 @@ def test_verify_leads_to_a_plan_and_its_use(tmp_path: Path) -> None:
     choose = command(said("verify", "--dir", directory))
     chosen = ["--out", "plan.json", "--budget", "cosine=0.998"]
     assert choose == ["plan", "--dir", directory, *chosen]
+    assert "replay plan" not in said("verify", "--dir", directory, is_faster=False)
     planning = ("plan", "--dir", directory, "--out", path, "--budget", "cosine=0.9")
     plan("mine").save(path)
     measure = command(said(*planning, written=plan("mine")))
@@ -185,16 +186,21 @@ def test_wrong_kernel_of_the_user_leads_to_the_doctor(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
     rows = [*measured(), row("my file.py:k", status="inaccurate", accuracy=accuracy())]
     asked = ("--dir", directory, "--kernels", "torch-*,my file.py:k", "--call", "llama-*")
+    rows.append(row("raising.py:k", status="error", reason="TypeError: no"))
     found = said(*asked, rows=rows)
     assert found.startswith("find out what is wrong: replay doctor ")
     arguments = doctor_parser().parse_args(shlex.split(found.partition("replay doctor ")[2]))
     assert (arguments.dir, arguments.kernels, arguments.call) == (
-        directory, "my file.py:k", "llama-*",
+        directory, "my file.py:k,raising.py:k", "llama-*",
     )  # fmt: skip
     flex = row("flex", status="inaccurate", accuracy=accuracy(), speedup=speedup_over())
     others = [measured()[0], flex]
     assert " doctor " in said(*asked, rows=others)
     assert " doctor " not in said(*asked, rows=[*measured(), *others[1:]])
-    raising = row("my file.py:k", status="error", reason="ValueError: no")
-    assert "replay kernels" not in said(*asked, rows=[measured()[0], raising])
+    assert ": replay random -sq 8,16 --metric " in said("random", "-sq", "8,16", rows=[flex])
+    own = row("my file.py:k", speedup=speedup_over())
+    assert said("random", rows=[measured()[0], own]) == (
+        "check my file.py:k on the calls of a model: "
+        "replay doctor --model llama --kernels 'my file.py:k'"
+    )
     assert said(*asked, rows=[row("", status="error", reason="0 bytes")]) == ""

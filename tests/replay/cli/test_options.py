@@ -12,7 +12,7 @@ import pytest
 
 from capture.command_line import run_options
 from replay import cli
-from replay.api.call_choices import RandomCall, RecordedCalls, SuiteCalls
+from replay.api.call_choices import RandomCalls, RecordedCalls, SuiteCalls
 from replay.api.choices import MeasureChoice, RunPlace
 from replay.api.recorded_models import ModelRequest
 from replay.cli import files, replayed, requests
@@ -28,7 +28,7 @@ COMMON = ("quiet", "verbose", "debug")
 MOST = 26
 OTHER_MEANINGS = {"--out", "--checks", "--budget"}
 """Options whose meaning differs between verbs: files written or read, and limits."""
-CHOICES = (RecordedCalls, RandomCall, SuiteCalls, MeasureChoice, RunPlace, ModelRequest)
+CHOICES = (RecordedCalls, RandomCalls, SuiteCalls, MeasureChoice, RunPlace, ModelRequest)
 """Dataclasses whose fields are read from arguments of the same names."""
 SHARED = "".join(map(inspect.getsource, (files, requests, replayed, run_options)))
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,8 +70,8 @@ def run_with_a_clock(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> RunCli
                 super().__init__(asked, clock)
 
         class Throughput(Pace):
-            def __init__(self, expected: dict[str, float], at_a_time: int) -> None:
-                super().__init__(expected, at_a_time, clock)
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options, clock=clock)
 
             def leave(self, call: str) -> None:
                 clock.now += 4.0
@@ -108,7 +109,7 @@ def test_representative_calls_come_first_and_resume_completes_them(
     before = rows.read_text().splitlines()
     code, _, err = run_cli(*arguments, "--resume")
     assert code == 0
-    assert "replay: 2 calls are kept as measured before, even if --rounds, --max-seconds" in err
+    assert "replay: 2 calls are kept as measured before, with the rounds, seconds," in err
     assert "; 1 to go\n" in err
     assert "left out" not in err
     assert calls() == [f"model-{index:06d}" for index in range(3) for _ in range(2)]
@@ -125,18 +126,22 @@ def test_wrong_estimate_leaves_out_no_call(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json", str(rows))
-    assert run_with_a_clock(seconds, 1e6, *arguments)[0] == 0
+    code, _, err = run_with_a_clock(seconds, 1e6, *arguments)
+    assert code == 0
+    first = f"the first call took 4 s, longer than the limit of {seconds} s: 2 of 3 calls left out"
+    assert (first in err) == (seconds < 4)
     found = [json.loads(line)["call"]["name"] for line in rows.read_text().splitlines()]
     assert found == [f"model-{name}" for name in names]
 
 
-@pytest.mark.parametrize(("option", "is_said"), [((), True), (("--quiet",), False)])
-def test_long_replay_is_announced(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], is_said: bool
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_long_replay_is_announced_on_a_terminal(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     shape = ("random", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
-    arguments = (*shape, *QUICK, "--kernels", "torch-math", "--in-process", *option)
-    monkeypatch.setattr("replay.api.session.LONG_SECONDS", 1e9)
-    assert "about" not in run_cli(*arguments)[2]
-    monkeypatch.setattr("replay.api.session.LONG_SECONDS", 0.0)
-    assert ("replay random: 1 call × 1 kernel on " in run_cli(*arguments)[2]) == is_said
+    arguments = (*shape, *QUICK, "--kernels", "torch-math", "--in-process")
+    monkeypatch.setattr("replay.api.session.LONG_SECONDS", seconds)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    err = run_cli(*arguments)[2]
+    assert ("replay random: 1 call × 1 kernel on " in err) == (seconds == 0.0)
+    assert "took" not in err

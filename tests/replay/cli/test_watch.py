@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from attention_replay.errors import Error
-from replay.api.call_choices import RandomCall
+from replay.api.call_choices import RandomCalls
 from replay.api.choices import ReplayRequest, RunPlace
 from replay.cli import watch
 from replay.cli.watch import Files
@@ -21,7 +21,7 @@ from tests.in_this_process import RunCli, refusal
 _NO_PROCESSES = nullcontext(SimpleNamespace(prepare=lambda _: None, warm_up=lambda _: None))
 
 REQUEST = ReplayRequest(
-    RandomCall(q_heads=1, q_len=8, head_dim=8), "mine.py:f", place=RunPlace(timeout=1.0)
+    RandomCalls(q_heads=(1,), q_len=(8,), head_dim=(8,)), "mine.py:f", place=RunPlace(timeout=1.0)
 )
 
 
@@ -105,7 +105,7 @@ def test_every_run_is_compared_with_the_one_before(
         watch.watch(REQUEST, replay)
     printed = capsys.readouterr()
     lines = [line for line in printed.out.splitlines() if line.startswith("mine.py:f")]
-    assert lines == ["mine.py:f: 2 → 1 ms", "mine.py:f: not timed in both runs, ok → error"]
+    assert lines == ["mine.py:f: 2 → 1 ms", "mine.py:f: ok → error"]
     assert "replay: no function 'f'\n" in printed.err
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
 

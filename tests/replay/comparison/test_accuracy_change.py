@@ -34,7 +34,12 @@ def test_noise_is_no_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "verdict"), [(1.3, ("worse", "error-grew")), (0.7, ("better", "error-shrank"))]
+    ("factor", "verdict"),
+    [
+        (1.1, ("worse", "error-grew")),
+        (1.3, ("worse", "error-grew")),
+        (0.7, ("better", "error-shrank")),
+    ],
 )
 def test_errors_that_change_everywhere_have_a_verdict_and_ratio(
     factor: float, verdict: tuple[str, str]
@@ -68,13 +73,6 @@ def test_a_place_whose_error_stays_tiny_does_not_matter() -> None:
     before, after = noisy(8, 64), noisy(8, 64, seed=1)
     before[3][7], after[3][7] = 1e-6, 1e-5
     assert told(judged(before), judged(after)) == ("same", "within-10-percent")
-
-
-def test_a_tenth_more_is_an_error_that_grew_if_it_is_certain_to_have_grown() -> None:
-    after = judged(noisy(4, 64, level=1.1e-3, seed=1), relative_l1=1.1e-3)
-    found = change(judged(noisy(4, 64)), after)
-    assert 1 < found.low < 1.1
-    assert (found.verdict, found.reason) == ("worse", "error-grew")
 
 
 def test_place_that_gets_its_first_error_is_found() -> None:

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from replay.bench.settings import Settings
-from replay.distribution.estimate import Rates, call_seconds, expected_seconds, flops, together
+from replay.distribution.estimate import (
+    Rates,
+    call_seconds,
+    expected_seconds,
+    flops,
+    kernel_work,
+    together,
+)
 from replay.kernels.registry import find
 from replay.timing.flops import flops as exact_flops
 from replay.workloads.random_calls import Spec
@@ -37,6 +44,9 @@ def test_calls_with_more_to_do_take_longer(quick: Settings) -> None:
     fewer = expected_seconds(calls, {"this": kernels["this"][:1]}, settings, RATES)
     assert fewer["4096"] < found["4096"]
     assert expected_seconds([unknown], kernels, settings, RATES) == {"unknown": 1.0}
+    names, forms = kernel_work(calls, kernels)
+    assert names == ["torch-math", "torch-flash", "torch-math@other"]
+    assert forms["1024"] != forms["4096"]
 
 
 def test_limit_of_rounds_limits_the_estimate(quick: Settings) -> None:

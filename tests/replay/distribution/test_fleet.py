@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import replay as replay_package
+from replay.bench.reported_stages import FIRST_CALLS, FIRST_CALLS_DONE
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
 from replay.distribution.fleet import DeviceSlot, Fleet, running_fleet
@@ -85,7 +86,7 @@ class StandIn:
         return self._works
 
 
-Replayed = tuple[list[Row], list[tuple[str, str]]]
+Replayed = tuple[list[Row], list[tuple[str, str, str]]]
 
 
 @pytest.fixture
@@ -99,12 +100,12 @@ def replayed(quick: Settings) -> Iterator[Callable[..., Replayed]]:
                 for device, each in zip(CPUS, workers, strict=False)
             ]
             assigned = {HERE: [factories.kernel("a"), factories.kernel("b")]}
-            reported: list[tuple[str, str]] = []
+            reported: list[tuple[str, str, str]] = []
             rows = Fleet(slots, pool).replay(
                 Schedule(calls(count)),
                 assigned,
                 quick,
-                lambda call, stage: reported.append((call.name, stage)),
+                lambda call, stage, device="": reported.append((call.name, stage, device)),
             )
             return list(rows), reported
 
@@ -122,16 +123,18 @@ def test_both_devices_are_at_work_and_rows_say_on_which(replayed: Callable[..., 
     assert {row.ran_on for row in rows} == {"CPU 0 (uuid-0)", "CPU 1 (uuid-1)"}
     for call in calls(4):
         assert len({row.ran_on for row in rows if row.call.name == call.name}) == 1
-        stages = [stage for name, stage in reported if name == call.name]
-        assert stages in (["torch-math on CPU 0", "done"], ["torch-math on CPU 1", "done"])
+        stages = [each for name, *each in reported if name == call.name][-2:]
+        assert stages in ([["torch-math", f"CPU {cpu}"], ["done", ""]] for cpu in range(2))
 
 
 def test_first_call_is_the_one_that_compiled(replayed: Callable[..., Replayed]) -> None:
     one, other = StandIn(), StandIn()
-    rows, _ = replayed(one, other)
+    rows, reported = replayed(one, other)
     compiled = [*one.compiled, *other.compiled]
     assert sorted(names for _, names in compiled) == [["a"], ["b"]]
-    assert {name for name, _ in compiled} == {"first calls, random-00"}
+    assert {name for name, _ in compiled} == {"random-00"}
+    stages = (FIRST_CALLS, FIRST_CALLS_DONE)
+    assert {("random-00", stage, device.name) for stage in stages for device in CPUS} <= {*reported}
     for row in rows:
         assert row.first_call_ms == (1000.0 if row.call.name == "random-00" else 1.0)
 
@@ -158,7 +161,7 @@ def test_failing_everywhere_keeps_a_row(replayed: Callable[..., Replayed], devic
     rows, reported = replayed(*fails)
     assert sorted(row.call.name for row in rows if row.status == "crash") == ["random-01"]
     assert len({row.call.name for row in rows}) == 4
-    assert [stage for _, stage in reported].count("done") == 4 - (devices == 1)
+    assert [stage for _, stage, _ in reported].count("done") == 4
 
 
 def test_call_that_cannot_be_read_is_not_tried_again(replayed: Callable[..., Replayed]) -> None:
@@ -203,7 +206,7 @@ def test_ctrl_c_stops_every_device(quick: Settings) -> None:
     waits = StandIn(lambda call: WorkerError("stopped" * stopped.wait(60)), together=running)
     slots = [DeviceSlot(device, waits) for device in CPUS]  # type: ignore[arg-type]
 
-    def interrupt(call: Workload, stage: str) -> None:
+    def interrupt(call: Workload, stage: str, device: str = "") -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), running_fleet(slots, stopped) as fleet:
@@ -261,7 +264,7 @@ def test_each_host_compiles_a_kernel_once_for_all_calls(
     assigned = {HERE: [factories.kernel("a"), factories.kernel("b")]}
     reported: list[tuple[str, str]] = []
 
-    def report(call: Workload, stage: str) -> None:
+    def report(call: Workload, stage: str, device: str = "") -> None:
         reported.append((call.label, stage))
 
     assert len(list(fleet.replay(Schedule(on_kinds(4)), assigned, quick, report))) == 2 * 4 * 2

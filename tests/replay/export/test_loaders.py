@@ -197,7 +197,7 @@ def test_transformers_runs_the_functions_of_each_phase_and_length(
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     monkeypatch.setattr(transformers_attention, "attention", counted_ours)
     layers = [f"model.layers.{index}.self_attn" for index in range(2)]
-    in_prefill = [choice(layers[1], "torch-math", phase="prefill")]
+    in_prefill = [choice(f"base_model.model.{layers[1]}", "torch-math", phase="prefill")]
     if own == "sdpa":  # with `eager`, layer 0 keeps its own function and mask
         in_prefill = [choice(layers[0], "triton-sage", phase="prefill")]
         in_prefill.append(choice(layers[1], "fa2", phase="prefill"))
@@ -254,8 +254,10 @@ def test_transformers_refuses_what_would_change_the_output(
 
     with pytest.raises(ValueError, match=r"no module 'model\.layers\.9'"):
         load("model.layers.9", "fa2")
-    with pytest.raises(ValueError, match="'flex_attention': load it with sdpa or eager"):
+    with pytest.raises(ValueError, match="'flex_attention': give a model of transformers"):
         load(layer, "fa2", "flex_attention")
+    with pytest.raises(ValueError, match="=None: give a model of transformers"):
+        loaded(plan_of(), "transformers", tmp_path).load(types.SimpleNamespace(config={}))
     with pytest.raises(ImportError, match="flash_attn_interface"):
         load(layer, "fa3")
     model, ids = load(layer, "fa2"), torch.arange(12).view(2, 6)

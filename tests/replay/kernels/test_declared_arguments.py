@@ -99,22 +99,22 @@ def test_apply_of_an_autograd_function_is_a_kernel() -> None:
 @pytest.mark.parametrize(
     ("parameters", "features", "wrong"),
     [
-        ("query, key, value, window", (), "requires window"),
-        ("q, k, v, block", (), "requires block"),
-        ("x, y, z", (), "requires x"),
-        ("q, kv", (), "has no argument value"),
-        ("query, key, value", ("window",), "has no argument window"),
+        ("query, key, value, window", (), "requires window: give it a default or drop it"),
+        ("q, k, v, block", (), "requires block: give it a default or drop it"),
+        ("x, y, z", (), "requires x: give it a default or drop it"),
+        ("q, kv", (), "has no argument value: add it"),
+        ("query, key, value", ("window",), "has no argument window: add it"),
     ],
 )
 def test_a_signature_that_cannot_work_is_one_sentence_with_a_stub(
     parameters: str, features: tuple[str, ...], wrong: str, kernels: Any
 ) -> None:
     function = function_of(parameters, "")
-    sentence = rf"^attend {wrong}; declare what the kernel needs of (def attend\(.*: \.\.\.)$"
+    sentence = rf"^attend {wrong}; a kernel may have any arguments of (def attend\(.*: \.\.\.)$"
     with pytest.raises(SignatureError, match=sentence) as raised:
         register_kernel("own", features=features)(function)
     stub: dict[str, Any] = {}
-    exec(str(raised.value).partition(" needs of ")[2], stub)
+    exec(str(raised.value).partition(" arguments of ")[2], stub)
     assert of_function("own", stub["attend"]).attention is stub["attend"]
     if not features:
         with pytest.raises(SignatureError, match=sentence):
@@ -147,6 +147,6 @@ def test_an_argument_beyond_sdpa_may_be_required(kernels: Any) -> None:
 def test_a_file_is_refused_before_it_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def wrong(q, k, v, causal, block): ...\nraise SystemExit('imported')")
-    sentence = r"mine.py:wrong': wrong requires block; .* def wrong\(query"
+    sentence = r"mine.py:wrong': wrong requires block: .* def wrong\(query"
     with pytest.raises(ar.Error, match=sentence):
         ar.replay([PLAIN], kernels=f"{file}:wrong", device="cpu", progress=False)

@@ -85,7 +85,7 @@ def test_variants_are_selected_with_their_base() -> None:
     ("patterns", "sentence"),
     [
         ("torch-mth", r"no kernel 'torch-mth': did you mean torch-math\b"),
-        ("torch-math,qqqqq", "no kernel 'qqqqq': see `replay kernels`"),
+        ("torch-math,qqqqq", "no kernel 'qqqqq': `replay kernels` lists them"),
         ("zzz*", r"no kernel 'zzz\*'"),
         ("sage[12]", r"no kernel 'sage\[12\]'"),
         ("mine.py", "no kernel 'mine.py': name a function in it, mine.py:FUNCTION"),

@@ -46,7 +46,8 @@ def run(run_cli: RunCli) -> Callable[..., dict[str, dict[str, Any]]]:
     """Return a function that runs kernels in this process and returns the rows by kernel."""
 
     def rows(kernels: str, *arguments: str) -> dict[str, dict[str, Any]]:
-        code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", kernels, "--json", "-", *arguments)
+        options = (*SHAPE, *QUICK, "-q", "--kernels", kernels, "--json", "-")
+        code, out, err = run_cli(*options, *arguments)
         assert (code, err.strip()) == (0, "")
         return {row["kernel"]: row for row in map(json.loads, out.splitlines())}
 
@@ -88,7 +89,9 @@ def test_a_function_in_this_process_is_not_ranked(run_cli: RunCli, folder: Path)
 
 def test_constraints_of_the_decorator_hold(run: Run, folder: Path) -> None:
     """Constraints work as they do for our own kernels, and a file may import its neighbours."""
-    row = run("picky.py:attention")["picky.py:attention"]
+    rows = run("picky.py:picky,picky.py:attention,picky.py:p*")
+    assert list(rows) == ["picky.py:picky", "picky.py:attention", "torch-default"]
+    row = rows["picky.py:picky"]
     assert row["status"] == "ok"  # judged by the rule for quantised kernels
     assert row["core_time_ms"]["n"] == 3
     row = run("picky.py:attention", "--mask", "causal")["picky.py:attention"]
@@ -98,6 +101,8 @@ def test_constraints_of_the_decorator_hold(run: Run, folder: Path) -> None:
 def test_a_file_that_does_not_exist_ends_the_command(run_cli: RunCli, folder: Path) -> None:
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "no.py:a")
     assert (code, err) == (2, "replay random: no kernel 'no.py:a': there is no file no.py\n")
+    none = refusal(run_cli, *SHAPE, *QUICK, "--kernels", "picky.py:no*")
+    assert "no kernel 'picky.py:no*': picky.py decorates no function" in none
 
 
 @pytest.mark.parametrize(
@@ -111,8 +116,6 @@ def test_a_file_that_does_not_exist_ends_the_command(run_cli: RunCli, folder: Pa
             "^mine.py has no function 'nothing'$",
         ),
         ("three = int('3')", "three", KernelNameError, "^three in mine.py is not a function$"),
-        # The name occurs in the source, so only running the file reveals the error.
-        (PICKY, "picky", KernelNameError, "'picky': it registers attention by that name"),
         (
             PICKY.replace('"picky"', '"torch-math"'),
             "attention",
@@ -195,6 +198,8 @@ def test_a_package_offers_kernels(run: Run) -> None:
         ("def attention(): pass", "has no function 'atend'; add it"),
         ("def other():\n    def attend(): pass", "has no function 'atend'; add it"),
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
+        ("@register_kernel('at-end')\ndef f(): ...", "did you mean at-end?"),
+        ("@register_kernel('atend')\ndef f(block): ...", ": f requires block"),
     ],
 )
 def test_missing_function_is_refused_with_a_suggestion(

@@ -128,7 +128,7 @@ def test_ip_adapter_has_a_kernel_for_each_key_length(tmp_path: Path) -> None:
         "torch-math": 1,
         "torch-flash": 1,
     }
-    said = r"1 call had key lengths that the plan was not made for \(231 keys\)"
+    said = "a call has 231 keys, for which the plan was not made"
     with pytest.warns(UserWarning, match=said), use_plan(tmp_path / "plan.json", unet):
         denoise(text.repeat(1, 3, 1))
 

@@ -126,15 +126,6 @@ def test_program_has_a_kernel_if_it_was_exported_with_one(doubling: str) -> None
     assert swap.hits == 1
 
 
-@torch.enable_grad()
-def test_a_training_step_keeps_its_own_attention(doubling: str) -> None:
-    query = torch.randn(1, 2, 5, 8, requires_grad=True)
-    with use_kernel(doubling) as swap:
-        Attend()(query).sum().backward()
-    assert query.grad is not None
-    assert (swap.hits, swap.fallbacks) == (0, {"gradients are needed": 1})
-
-
 def test_a_kernel_is_given_by_its_name() -> None:
     for gives in (lambda function: use_kernel(function).__enter__(), select, find):
         with pytest.raises(TypeError, match=r"named by a string, not function: .*register_kernel"):

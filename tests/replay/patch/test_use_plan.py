@@ -1,6 +1,7 @@
 """Kernels by module and phase run at the right places, in eager and compiled models."""
 
 import gc
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -164,10 +165,31 @@ def test_recorded_names_fit_modules_called_as_forward(
         transformer.forward(STATES, TIMESTEP)
 
 
-def test_paths_of_a_bare_module_fit_a_pipeline(transformer: Transformer) -> None:
-    bare = [(path.partition(".")[2], phase, kernel) for path, phase, kernel in MIXED]
-    for watched in (None, transformer, {"transformer": transformer}):
-        with use_plan(plan_of(*bare), watched) as swap:
+class Adapted(nn.Module):
+    """Stand-in for a wrapper of peft, around adapted layers or learned prompts."""
+
+    def __init__(self, model: nn.Module, *, prompts: bool) -> None:
+        super().__init__()
+        self.base_model = model if prompts else nn.ModuleDict({"model": model})
+        self.inner = [model]
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner[0]
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_paths_fit_with_and_without_a_component_and_peft(
+    prompts: bool, transformer: Transformer
+) -> None:
+    adapted = Adapted(transformer, prompts=prompts)
+    inside = "base_model." if prompts else "base_model.model."
+    bare = [(path[12:], phase, kernel) for path, phase, kernel in MIXED]
+    wrapped = [(f"{inside}{path}", phase, kernel) for path, phase, kernel in bare]
+    named = [(f"transformer.{path}", phase, kernel) for path, phase, kernel in wrapped]
+    places: list[Any] = [transformer, adapted]
+    places += [None, *({"transformer": place} for place in places)]
+    for plan, watched in itertools.product((MIXED, bare, wrapped, named), places):
+        with use_plan(plan_of(*plan), watched) as swap:
             check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
 
 
@@ -293,9 +315,12 @@ def test_lengths_of_a_module_have_their_own_kernels(compiled: bool) -> None:
         of_text, of_image = run(query, text, image)
     torch.testing.assert_close((of_text, of_image), (2 * before[0], 3 * before[1]))
     assert swap.with_other_lengths == 0
-    said = r"1 call had key lengths that the plan was not made for \(17 keys\): record such a run"
-    with pytest.warns(UserWarning, match=said), use_plan(plan, model) as swap:
-        _, of_image = run(query, text, image[:, :, :1].repeat(1, 1, 17, 1))
+    said = r"a call has 17 keys, for which the plan was not made, .*: record such a run and plan"
+    with use_plan(plan, model) as swap:
+        repeated = image[:, :, :1].repeat(1, 1, 17, 1)
+        with pytest.warns(UserWarning, match=said) as warned:
+            (_, of_image), _ = run(query, text, repeated), run(query, text, repeated)
+        assert len(warned) == 1
     torch.testing.assert_close(of_image, 3 * image[:, :, :1].expand(1, 2, 6, 8))
     assert swap.on_other_lengths in str(swap)
 
@@ -330,16 +355,15 @@ def test_modules_missing_in_the_model_are_reported(transformer: Transformer) -> 
     assert str(swap).endswith("\nnot in the model: transformer.blocks.9.attn")
 
 
-def test_unusable_plans_are_refused_in_one_sentence(
-    transformer: Transformer, tmp_path: Path
-) -> None:
+def test_unusable_plans_are_refused_in_one_sentence(transformer: Transformer) -> None:
     def refused(error: type[Exception], match: str, plan: Any, module: Any = transformer) -> None:
         with pytest.raises(error, match=match), use_plan(plan, module):
             pass
         assert F.scaled_dot_product_attention is TORCH_SDPA
 
     path = "transformer.blocks.0.attn"
-    refused(PlanError, "nowhere.json", tmp_path / "nowhere.json")
+    refused(PlanError, r"^cannot read the plan x{1,2000} … x+ .*: make one with", "x" * 10**6)
+    refused(TypeError, "plan must be a Plan or the path of its file, got int", 3)
     refused(KernelNameError, "no kernel 'twic'", plan_of((path, "denoise", "twic")))
     refused(PlanMismatch, "Linear has no module 'tr", plan_of(*MIXED), nn.Linear(2, 2))
     refused(PlanMismatch, "process has no module 'x.y'", plan_of(("x.y", "encode", "twice")), None)

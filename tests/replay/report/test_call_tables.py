@@ -11,7 +11,7 @@ import torch
 from replay.accuracy.errors import compare
 from replay.report.call_tables import print_report
 from replay.report.cells import speedup_text
-from replay.report.groups import group_rows
+from replay.report.groups import common_and_own, group_rows
 from replay.report.pooled import pooled_speedup
 from replay.report.replay_tables import _busy
 from replay.rows.errors_of_output import Errors, Where
@@ -140,125 +140,52 @@ def test_the_worst_call_is_named() -> None:
 @pytest.mark.parametrize(
     "fault", [{"status": "inaccurate", "reason": "exceeds"}, {"flags": ("unconfirmed: …",)}]
 )
-def test_incorrect_and_unconfirmed_kernels_are_never_the_fastest(fault: dict[str, Any]) -> None:
-    rows = []
-    for name in ("a", "b"):
-        facts = call(name, kv_len=64 if name == "a" else 128)
-        rows += [
-            row("quick-zeros", facts, (0.1,) * 6, **fault),
-            row("base", facts, (1.0,) * 6),
-            row("mine", facts, (0.5,) * 6, against=(1.0,) * 6),
-        ]
-    text = report(rows)
-    names = ["quick-zeros", "base", "mine"]
-    for table in text.split("kernel")[1:3]:
-        assert kernels_in_order(table, names) == ["mine", "base", "quick-zeros"]
-    fastest = text.partition("fastest correct kernel")[2]
-    assert fastest.count("mine") == 2
-    assert "2.00×" in fastest
-    assert "quick-zeros" not in fastest
+def test_incorrect_and_unconfirmed_kernels_are_listed_last(fault: dict[str, Any]) -> None:
+    times = {"quick-zeros": 0.1, "base": 1.0, "mine": 0.5}
+    rows = [row(name, call(), (ms,) * 6) for name, ms in times.items()]
+    rows[0] = replace(rows[0], **fault)
+    for table in report(rows).split("kernel")[1:3]:
+        assert kernels_in_order(table, list(times)) == ["mine", "base", "quick-zeros"]
 
 
-def test_a_kernel_wrong_on_one_call_of_a_group_is_not_the_fastest() -> None:
+def test_class_and_share_are_shown_where_kernels_differ_in_them() -> None:
+    sparse = row("few", call(), (0.1,) * 3, reason="on the keys it chose, …", kept=0.02)
     rows = [
-        *(row("base", call(name)) for name in ("a", "b")),
-        row("mine", call("a"), (0.5, 0.5, 0.5), against=(1.0, 1.0, 1.0)),
-        row("mine", call("b"), (0.5, 0.5, 0.5), status="inaccurate", reason="exceeds"),
-        row("base", call("c", kv_len=999)),
+        replace(row("base", call()), accuracy_class="exact"),
+        replace(row("sage", call(), (0.1,) * 3), accuracy_class="quantised"),
+        replace(sparse, accuracy_class="sparse"),
     ]
     text = report(rows)
-    assert "1 ok, 1" in text
-    assert "mine" not in text.partition("fastest correct kernel")[2]
+    assert re.search(r"^kernel .* class +kept +verdict", text, re.MULTILINE)
+    assert re.search(r"^sage .* quantised +- +ok", text, re.MULTILINE)
+    assert re.search(r"^few .* sparse +0\.02 +ok", text, re.MULTILINE)
+    assert "few: errors are relative to attention to all keys; verdict: on the keys" in text
+    assert not {"class", "kept"} & set(report(rows[:1]).split())
 
 
-def test_sparse_kernel_shows_its_share_and_is_never_the_fastest() -> None:
-    rows = []
-    for name in ("call-0", "call-1"):
-        reason = "on the keys it chose, …"
-        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02)
-        sparse = replace(sparse, accuracy_class="sparse")
-        rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
-    rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
-    text = report(rows)
-    assert re.search(r"^kernel .* kept +verdict", text, re.MULTILINE)
-    assert re.search(r"^sparse .* 0\.02 +ok", text, re.MULTILINE)
-    assert "sparse: errors are relative to attention to all keys; verdict: on the keys" in text
-    fastest = text.partition("fastest correct kernel")[2]
-    assert "exact" in fastest
-    assert "sparse" not in fastest
-    assert "kept" not in report(rows[:2])
-
-
-def test_classes_are_ranked_apart() -> None:
-    rows = []
-    for name, kv_len in (("a", 64), ("b", 128)):
-        facts = call(name, kv_len=kv_len)
-        eight_bits = row("sage", facts, (0.1,) * 8, against=(1.0,) * 8)
-        exact = row("mine", facts, (0.5,) * 8, against=(1.0,) * 8)
-        rows += [
-            replace(row("base", facts, (1.0,) * 8), accuracy_class="exact"),
-            replace(exact, accuracy_class="exact"),
-            replace(eight_bits, accuracy_class="quantised"),
-        ]
-    text = report(rows)
-    fastest = text.partition("fastest correct kernel\n")[2].splitlines()
-    assert [line.strip().partition("32 · ")[2] for line in fastest[:4]] == [
-        "exact: mine 2.00× (2.00-2.00) vs base",
-        "quantised: sage 10.00× (10.00-10.00) vs base",
-    ] * 2
-    assert re.search(r"^kernel .* class .*verdict", text, re.MULTILINE)
-    assert re.search(r"^sage .* quantised +ok", text, re.MULTILINE)
-    assert "class" not in report([each for each in rows if each.accuracy_class == "exact"])
-    # One group needs no ranking, unless two classes share its table.
-    assert "fastest" in report(rows[:3])
-    assert "fastest" not in report(rows[:2])
-
-
-def test_kernel_that_may_be_several_times_slower_is_not_tied() -> None:
-    facts, close = call("a"), (1.0, 1.02, 0.98, 1.01, 0.99, 1.0)
-    rows = [
-        row("base", facts, (1.0,) * 6),
-        row("close", facts, close, against=(1.0,) * 6),
-        row("noisy", facts, (0.4, 5.0, 0.5, 6.0, 1.1, 4.0), against=(1.0,) * 6),
-        row("sage", facts, close),
-    ]
-    rows[-1] = replace(rows[-1], accuracy_class="quantised")  # so that a ranking is printed
-    text = report([replace(each, accuracy_class=each.accuracy_class or "exact") for each in rows])
-    assert "base, tied with close, cannot be told from noisy" in " ".join(text.split())
-
-
-def test_lines_of_the_fastest_name_their_calls() -> None:
-    """Names consist of model, phase and shape; more is added if groups share all three."""
+def test_titles_of_kinds_hold_what_differs() -> None:
     kinds = [
         call("a", model="flux · v2"),
-        call("b", phase=""),
         call("c", kv_len=128),
-        call("d", kv_len=128, dtype="float16"),
         call("e", kv_len=128, is_causal=True),
         call("m", kv_len=128, mask=Mask("bool", (1, 1, 64, 128))),
         call("f", kv_len=256, weights="seed 1"),
         call("g", kv_len=256, weights="seed 2"),
     ]
     rows = [row("base", each) for each in kinds]
-
-    def named(*, per_call: bool = False) -> list[str]:
-        _, _, lines = report(rows, per_call=per_call).partition("fastest correct kernel\n")
-        return [line.strip().removesuffix(": base") for line in lines.splitlines()]
-
-    names = [
-        "flux · v2 · denoise · 1×2×64×32",
-        "model · 1×2×64×32",
-        "model · denoise · 1×2×64/128×32 · bfloat16 · no mask",
-        "model · denoise · 1×2×64/128×32 · float16",
-        "model · denoise · 1×2×64/128×32 · bfloat16 · causal",
-        "model · denoise · 1×2×64/128×32 · bfloat16 · bool 1×1×64×128 mask",
-        "model · denoise · 1×2×64/256×32 · seed 1",
-        "model · denoise · 1×2×64/256×32 · seed 2",
-    ]
-    assert named() == names
-    rows += [row("base", call(name, module="", dtype="float16")) for name in ("h", "i")]
-    assert named() == [*names, "model · denoise · 1×2×64×32"]
-    assert named(per_call=True) == [*names, *(f"model · denoise · 1×2×64×32 · {x}" for x in "hi")]
+    assert common_and_own(group_rows(rows)) == (
+        "denoise · bfloat16 · step 0 layers.0 · 1 call",
+        [
+            "flux · v2 · 1×2×64×32 · no mask",
+            "model · 1×2×64/128×32 · no mask",
+            "model · 1×2×64/128×32 · causal",
+            "model · 1×2×64/128×32 · bool 1×1×64×128 mask",
+            "model · 1×2×64/256×32 · no mask · seed 1",
+            "model · 1×2×64/256×32 · no mask · seed 2",
+        ],
+    )
+    rows = [row("base", call(name, module="")) for name in ("h", "i")]
+    assert common_and_own(group_rows(rows, per_call=True))[1] == ["h", "i"]
 
 
 def test_speedup_shows_its_interval_or_why_it_has_none() -> None:
@@ -373,15 +300,13 @@ def test_kernels_that_did_not_run_have_a_reason() -> None:
     assert "noise floor: rel L1" in text
 
 
-def test_kernel_that_spoils_later_calls_is_never_the_fastest() -> None:
+def test_kernel_that_spoils_later_calls_is_marked() -> None:
     rows = []
     for phase in ("decode", "denoise"):
         facts = replace(call(), phase=phase)
         rows += [row("base", facts), row("careless", facts, (0.5,) * 3, against=(1.0,) * 3)]
         rows[-1] = replace(rows[-1], changed_inputs=("key",))
     text = report(rows)
-    decode, denoise = text.partition("fastest correct kernel")[2].strip().splitlines()
-    assert (": base" in decode, ": careless" in denoise) == (True, True)
     assert text.count("careless: changes its key, which later calls read again") == 1
     assert text.count("careless: changes its key") == 2
 
@@ -398,7 +323,6 @@ def test_kernels_that_ran_without_the_mask_are_marked() -> None:
     text = " ".join(report(rows).split())
     assert "bool 1×1×64×64 mask = window 15/0 ·" in text
     assert "mask rewritten as window 15/0: fast" in text
-    assert re.search("fast .* vs base, its mask rewritten as window 15/0", text)
 
 
 @pytest.mark.parametrize(

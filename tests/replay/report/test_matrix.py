@@ -37,11 +37,12 @@ def quantised(call: str, kernel: str, ms: float) -> Row:
         ("faster", {"ms": 0.5}),
         ("slower", {"ms": 2.0}),
         ("same", {}),
-        ("same", {"ms": (0.95, 1.05) * 5}),
+        ("inconclusive", {"ms": (0.95, 1.05) * 5}),
         ("inconclusive", {"ms": (0.4, 5.0) * 5}),
         ("inconclusive", {"ms": 0.5, "flags": (BUSY,)}),
         ("wrong", {"ms": 0.1, "status": "inaccurate", "reason": "exceeds"}),
         ("wrong", {"ms": 0.1, "changed_inputs": ("attn_mask",)}),
+        ("wrong", {"status": "error", "reason": "TypeError: …"}),
         ("cannot", {"status": "unsupported", "reason": "no masks"}),
     ],
 )
@@ -85,10 +86,15 @@ FAST = [on("a", "mine", 0.5), on("b", "mine", 0.8)]
          "mine: 1.25× to 2.00× in 2 of 3 kinds of call, other: 2.00× in 1 of 3 kinds of call, "
          "same output."),
         ([on("a", "mine", 0.5), on("b", "mine", 0.5, status="inaccurate")],
-         "Keep base: mine is faster in 1 of 3 kinds of call, but wrong in 1."),
+         "Keep base: mine is faster in 1 of 3 kinds of call, but wrong or failing in 1."),
         ([on("a", "mine", 0.5, flags=(BUSY,))],
-         "Undecided in 1 of 3 kinds of call (busy machine): no kernel is shown to be faster than "
-         "base."),
+         "Undecided in 1 of 3 kinds of call (busy machine): no exact kernel is shown to be faster "
+         "than base."),
+        ([on("a", "mine", (0.99, 1.05) * 5), on("b", "mine", 2.0)],
+         "Keep base: no kernel tested is faster in 3 of 3 kinds of call."),
+        ([on("a", "mine", 0.5, flags=(BUSY,)), quantised("a", "sage", 0.5)],
+         "Keep base: no exact kernel is shown to be faster in 3 of 3 kinds of call. sage is 2.00× "
+         "in 1 of 3 kinds of call, quantised: relative error 3.1e-02."),
         ([on("a", "mine"), quantised("a", "sage", 2.0),
           on("a", "few", 0.1, accuracy_class="sparse")],
          "Keep base: no kernel tested is faster in 3 of 3 kinds of call."),
@@ -105,8 +111,14 @@ def test_answer_of_one_kind_names_its_model() -> None:
     assert answer(matrix([on("a", "base"), on("a", "mine", 0.8)])) == (
         "mine: 1.25× in flux, same output."
     )
-    alone = [on("a", "base"), on("a", "unable", status="unavailable", speedup=None)]
-    assert answer(matrix(alone)) == "Only base ran, so nothing is compared."
+    wrong = on("a", "mine", status="inaccurate", speedup=None)
+    found = matrix([on("a", "base"), wrong])
+    assert [cell.outcome for cell in found.cells.values()] == ["baseline", "wrong"]
+    assert answer(found) == "Keep base: no other exact kernel tested ran correctly."
+    failed = on("a", "torch-default", status="error", speedup=None)
+    assert answer(matrix([failed, on("a", "mine", speedup=None)])) == (
+        "Only mine ran correctly, so nothing is compared."
+    )
     assert answer(matrix([on("a", "mine", status="inaccurate")])) == (
         "No kernel tested ran correctly."
     )

@@ -48,9 +48,10 @@ def test_first_screen_answers_first_and_lists_each_kernel_once() -> None:
     assert cells["sage"] == ["(quantised)", "0.25×", "–", "–"]
     assert cells["noisy"] == ["–", "–", "?"]
     assert "✗ zeros: max abs error 3 exceeds 1" in lines
-    assert "– hangs: timeout: took 300 s" in lines
+    assert "✗ hangs: timeout: took 300 s" in lines
     assert "47 kernels not available here, listed by: replay kernels" in lines
     assert "cuda-" not in "".join(lines)
+    assert "within" not in screen([on("a", "base", reason="max abs error 1 is within 2")])
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 160])

@@ -13,8 +13,7 @@ import pytest
 
 from attention_replay.errors import Error
 from replay.api.compare_rows import compare
-from replay.report.comparison.markdown import to_markdown
-from replay.report.comparison.sections import sections
+from replay.report.comparison.comment import to_markdown
 from replay.rows.row_files import (
     OtherSchema,
     RowsError,
@@ -58,7 +57,7 @@ def test_invalid_value_is_refused_and_others_are_compared() -> None:
             assert type(value) is type(original) or is_number, (path, value)
             for before, after in ((full_row(), row), (row, full_row())):
                 with contextlib.suppress(Error):
-                    to_markdown([sections(compare([before], [after]))])
+                    to_markdown([compare([before], [after])])
 
 
 def test_verdict_of_earlier_versions_is_read() -> None:

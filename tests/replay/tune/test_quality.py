@@ -135,7 +135,6 @@ def test_quality_on_other_prompts_is_foretold(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("lpips=0.1", "unknown quality metric 'lpips': choose from psnr,"),
         ("psnr", "write it as psnr=35"),
         ("psnr=nan", "out of range: expected at least 0"),
         ("ssim=2", "out of range: expected -1 to 1"),

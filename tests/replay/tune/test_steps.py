@@ -1,22 +1,19 @@
 """Tuning of a denoiser: recorded steps, and plans whose kernels depend on the step."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import attention_replay as ar
 from capture.storage.dataset import Dataset
 from replay.end_to_end import model_check
 from replay.report.tuning import used_kernels
 from replay.rows.row import Speedup
-from replay.timing.statistics import summarize
 from replay.tune.recorded_calls import chosen_steps, size
+from tests.replay.api.test_tune_model import INT8, SECONDS, Layer, with_times
 
-INT8 = f"{Path(__file__).parents[3] / 'benchmarks' / 'emulated_8_bit.py'}:int8"
 SIGNATURE = {
     "query": (1, 2, 8, 16),
     "key": (1, 2, 8, 16),
@@ -55,17 +52,6 @@ def test_recorded_steps_are_spread_and_fit_on_the_disk(
     assert size(counts, steps) == (calls, calls * CALL_BYTES)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward = nn.Linear(32, 96)
-
-    def forward(self, states: Tensor) -> Tensor:
-        parts = self.inward(states).view(1, -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(*parts)
-        return attended.transpose(1, 2).reshape(states.shape)
-
-
 class Denoiser(nn.Module):
     """Two layers of attention, whose input is harder for 8 bits at late steps."""
 
@@ -77,7 +63,7 @@ class Denoiser(nn.Module):
         for layer in self.layers:
             hard = hidden_states.clone()
             hard[..., 3] *= 1.0 if timestep < 4 else 8.0
-            hidden_states = hidden_states + layer(hard)
+            hidden_states = hidden_states + layer(hard) - hard
         return hidden_states
 
 
@@ -105,12 +91,7 @@ def test_kernel_runs_only_at_the_steps_where_it_is_exact_enough(
     steps = sorted(call.origin.step for call in ar.load(directory / "recording"))
     assert steps == [0, 0, 2, 2, 4, 4, 6, 6]
     assert capture.complete
-    ms = {"torch-default": 1e4, "torch-flash": 1e4, INT8: 1e3}
-    rows = [
-        replace(row, time_ms=summarize([ms[row.kernel]] * 6), speedup=None, flags=())
-        for row in ar.Rows.read(directory / "rows.jsonl")
-    ]
-    ar.Rows(rows).write(directory / "rows.jsonl")
+    with_times(directory, {**SECONDS, "torch-flash": SECONDS["torch-default"]})
     fast = Speedup(1.2, 1.1, 1.3, "fast", "interval-above-1")
     monkeypatch.setattr(model_check, "paired_speedup", lambda *times: fast)
     everywhere = tuned(1.0)

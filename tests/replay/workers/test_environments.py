@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import replay as replay_package
-from replay.bench.runner import LOADING
+from replay.bench.reported_stages import LOADING
 from replay.bench.settings import Settings
 from replay.workers.environment_options import WorkerError, interpreters
 from replay.workers.environments import Environment, ProbeResult, assign

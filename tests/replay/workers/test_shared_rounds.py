@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from replay.bench.runner import DONE, LOADING, TIMING
+from replay.bench.reported_stages import DONE, LOADING, TIMING
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row

@@ -110,7 +110,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     exits.write_text(EXITS)
     kernels = [f"{exits if 'exits' in name else BAD}:{name}" for name in ("good", *FAULTS)]
     chosen = ("--kernels", ",".join([*kernels, "torch-math"]))
-    command = Command(directory, *SHAPE, *QUICK, "--timeout", "60", *chosen, "--json", "-")
+    command = Command(directory, *SHAPE, *QUICK, "-q", "--timeout", "60", *chosen, "--json", "-")
     out, err = command.process.communicate(timeout=250)
     return Finished(command.process.returncode, rows_of(out), err, command.left_behind())
 

@@ -79,6 +79,8 @@ def words(svg: Path) -> list[str]:
 
 def test_a_sweep_has_the_figures_of_its_rows() -> None:
     rows = [*swept(dim=64), *swept(dim=128, causal=True), *swept("slow", 6.0)]
+    times = row(ms=[1.0, 2.0, 2.0, 2.0, 4.0]).time_ms  # bars reach over 80 % of them
+    rows = [replace(each, time_ms=times) for each in rows]
     (chart,) = sweep_charts(rows)
     assert chart.name == "sweep-sage-bfloat16-b-4-h-32-nvidia-h200"
     assert chart.spec["title"]["text"] == "NVIDIA H200"
@@ -90,16 +92,8 @@ def test_a_sweep_has_the_figures_of_its_rows() -> None:
         panel = f"head_dim {facts.shape.head_dim}, {'causal' if facts.is_causal else 'not causal'}"
         each = figures[panel, of_row.kernel, f"{facts.shape.kv_len // 1024}k"]
         assert each["value"] == of_row.tflops
-
-
-def test_bars_reach_from_the_slowest_to_the_fastest_tenth() -> None:
-    times = [1.0, 2.0, 2.0, 2.0, 4.0]
-    rows = [replace(each, time_ms=row(ms=times).time_ms) for each in swept()]
-    (chart,) = sweep_charts(rows)
-    for each, of_row in zip(values(chart), rows, strict=True):
-        assert each["low"] == pytest.approx(of_row.tflops * 2.0 / of_row.time_ms.p90)
-        assert each["high"] == pytest.approx(of_row.tflops * 2.0 / of_row.time_ms.p10)
-        assert each["low"] < each["value"] < each["high"]
+        assert each["low"] == pytest.approx(of_row.tflops * 2.0 / times.p90)
+        assert each["high"] == pytest.approx(of_row.tflops * 2.0 / times.p10)
 
 
 def test_decoding_is_shown_by_bandwidth_and_machines_apart() -> None:

@@ -2,21 +2,19 @@
 
 import json
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from replay.plan.plan import Budget
 from replay.report.html.page_writer import write_html
 from tests.replay.report.html import pages
+from tests.replay.report.html.browser import BROWSER, BROWSERS, Browser, started
+from tests.replay.report.sweep_rows import sweep
 
 pytest.importorskip("vl_convert", reason="a report requires vl-convert-python")
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,86 +26,88 @@ CHARTS = [
     *("span-0-0", "span-0-1", "clock", "power", "temperature"),
 ]
 
-WHEN_DRAWN = """
-<script>
-const waiting = setInterval(async () => {
-  if (!document.body.dataset.ready && $("failure").hidden) return;
-  clearInterval(waiting);
-  const pause = () => new Promise((done) => setTimeout(done, 1500));
-  const choose = async (id, value) => {
-    $(id).value = value;
-    $(id).dispatchEvent(new Event(id === "filter" ? "input" : "change"));
-    await pause();
-  };
-  const names = (selected = false) => [...$("rows").tBodies[0].rows]
-    .filter((row) => !selected || row.hasAttribute("aria-selected"))
-    .map((row) => row.cells[0].textContent);
-  const marks = (id) => $(id).querySelectorAll("svg path, svg text").length;
-  let found;
-  try { found = await (async () => { SCRIPT })(); }
-  catch (error) { found = { failed: String(error) }; }
-  document.body.append(element("pre", JSON.stringify(found), { id: "found" }));
-}, 100);
-</script>
+LAYOUT = """
+const inside = (inner, around) => inner.left >= around.left - 2
+  && inner.right <= around.right + 2 && inner.top >= around.top - 2
+  && inner.bottom <= around.bottom + 2;
+const channels = (color) => color.match(/[\\d.]+/g)
+  .map((each, at) => Number(each) * (at < 3 && color.startsWith("color(") ? 255 : 1));
+const light = ([red, green, blue]) => [red, green, blue].map((each) => each / 255)
+  .map((each) => (each <= 0.04 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+const behind = (node) => {
+  const [red, green, blue, alpha = 1] = channels(getComputedStyle(node).backgroundColor);
+  return alpha === 1 || !node.parentElement ? [red, green, blue] : behind(node.parentElement);
+};
+const contrast = (node) => {
+  const style = getComputedStyle(node);
+  const chart = node.closest("svg");
+  let color = channels(chart ? style.fill : style.color);
+  if (chart && getComputedStyle(chart).filter !== "none") color = color.map((each) => 255 - each);
+  const [dark, bright] = [light(color), light(behind(node))].sort((one, other) => one - other);
+  return (bright + 0.05) / (dark + 0.05);
+};
+const box = (node) => node.getBoundingClientRect();
+const isShown = (node) => node.checkVisibility({ opacityProperty: true });
+const texts = [...document.querySelectorAll("body *")].filter((node) => isShown(node)
+  && !["SCRIPT", "OPTION", "STYLE"].includes(node.tagName)
+  && [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()));
+const drawn = texts.filter((node) => node.closest("svg"));
+const layout = {
+  tooWide: document.documentElement.scrollWidth > WIDTH,
+  faint: texts.filter((node) => getComputedStyle(node).stroke === "none")  // others are outlines
+    .filter((node) => contrast(node) < 4.5).map((node) => node.textContent),
+  cut: drawn.filter((node) => !inside(box(node), box(node.closest("svg"))))
+    .map((node) => node.textContent),
+  clipped: [...document.querySelectorAll(".drawing svg")]
+    .filter((chart) => box(chart).left < 0 || box(chart).right > WIDTH).length,
+};
 """
+"""Sentences about the whole page: texts that are faint or cut off, and charts that do not fit."""
 
 
-class Seen(NamedTuple):
-    """Result of opening a page."""
-
-    found: Any
-    """Value that the script returned."""
-    console: list[str]
-    """Lines that the browser logged, including what the content security policy forbade."""
-
-
-def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
-    """Open a page, run a script after drawing, and return the result."""
-    copy = page.with_name("opened.html")
-    text = page.read_text("utf-8")
-    copy.write_text(text.replace("</body>", WHEN_DRAWN.replace("SCRIPT", script) + "</body>"))
-    done = subprocess.run(
-        [
-            BROWSER,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={page.with_name('profile')}",
-            f"--window-size={width},2000",
-            "--virtual-time-budget=60000",
-            "--enable-logging=stderr",
-            "--dump-dom",
-            copy.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    result = re.search(r'<pre id="found">([^<]*)</pre>', done.stdout)
-    assert result is not None, (console, done.stdout[-2000:])
-    unescaped = result[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    return Seen(json.loads(unescaped), console)
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two models; the name of one model is markup."""
+    """A report of three models; the name of one model is markup."""
     out = tmp_path_factory.mktemp("report") / "out.html"
     rows = [*pages.rows(12, 30), *pages.rows(3, 2, model=pages.HOSTILE)]
+    rows += [
+        row if row.kernel == "torch-default" else replace(row, kernel="a-library:its-long-name")
+        for row in pages.rows(2, 2, model="other")
+    ]
     checks = pages.checks("kernel-2", pages.HOSTILE)
-    write_html(rows, out, checks=checks, budget=Budget("cosine", 0.9995))
+    command = f"replay report --kernels {','.join(['mine.py:attention'] * 20)}"
+    write_html(rows, out, checks=checks, budget=Budget("cosine", 0.9995), command=command)
     return out
 
 
-@pytest.mark.parametrize("width", [390, 900, 1400])
-def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
-    seen = opened(
+@pytest.mark.parametrize(
+    ("width", "scheme", "media"),
+    [
+        (390, "light", ""),
+        (390, "dark", ""),
+        (900, "light", ""),
+        (1400, "dark", ""),
+        (718, "light", "print"),
+        (718, "dark", "print"),
+    ],
+)
+def test_all_charts_are_drawn_legibly_without_a_network(
+    browser: Browser, page: Path, width: int, scheme: str, media: str
+) -> None:
+    seen = browser.opened(
         page,
-        """return {
+        LAYOUT.replace("WIDTH", str(width))
+        + """return {
+            ...layout,
             marks: Object.fromEntries(CHARTS.map((id) => [id, marks(id)])),
             failure: $("failure").hidden,
-            tooWide: document.documentElement.scrollWidth > window.innerWidth,
             requests: performance.getEntriesByType("resource").map((entry) => entry.name),
             title: document.title, images: document.images.length,
             budget: $("tradeoff").textContent.includes("budget cosine ≥ 0.9995"),
@@ -118,12 +118,15 @@ def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
             }).map((axis) => axis.textContent),
         };""".replace("CHARTS", json.dumps(CHARTS)),
         width=width,
+        scheme=scheme,
+        media=media,
     )
     assert {id: count > 5 for id, count in seen.found["marks"].items()} == dict.fromkeys(
         CHARTS, True
     )
     assert seen.found["failure"] is True
-    assert seen.found["tooWide"] is False
+    assert (seen.found["tooWide"], seen.found["clipped"]) == (False, 0)
+    assert (seen.found["faint"], seen.found["cut"]) == ([], [])
     assert seen.found["budget"] is True
     assert seen.found["repeated"] == []
     assert seen.console == []
@@ -132,8 +135,8 @@ def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
     assert seen.found["images"] == 0
 
 
-def test_rows_are_sorted_and_filtered(page: Path) -> None:
-    seen = opened(
+def test_rows_are_sorted_and_filtered(browser: Browser, page: Path) -> None:
+    seen = browser.opened(
         page,
         """
         const before = [$("count").textContent, names().length, $("more").hidden];
@@ -153,16 +156,18 @@ def test_rows_are_sorted_and_filtered(page: Path) -> None:
         return { before, all, filtered, slowest, rising, fastest: names()[0], focused };
         """,
     )
-    assert seen.found["before"] == ["366 of 366 rows", 200, False]
-    assert seen.found["all"] == 366
-    assert seen.found["filtered"] == [["kernel-11"], "1 of 366 rows"]
+    assert seen.found["before"] == ["370 of 370 rows", 200, False]
+    assert seen.found["all"] == 370
+    assert seen.found["filtered"] == [["kernel-11"], "1 of 370 rows"]
     assert (seen.found["slowest"], seen.found["rising"]) == ("kernel-1", "ascending")
     assert (seen.found["fastest"], seen.found["focused"]) == ("kernel-11", True)
     assert seen.console == []
 
 
-def test_one_selection_holds_in_all_sections_and_in_the_address(page: Path) -> None:
-    seen = opened(
+def test_one_selection_holds_in_all_sections_and_in_the_address(
+    browser: Browser, page: Path
+) -> None:
+    seen = browser.opened(
         page,
         """
         const chosen = () => [$("kind").value, $("kernel").value,
@@ -172,6 +177,8 @@ def test_one_selection_holds_in_all_sections_and_in_the_address(page: Path) -> N
         $("more").click();
         const first = chosen();
         const worst = $("call").selectedOptions[0].text;
+        const ink = [...$("where").querySelectorAll(`path[fill="${colours().text}"]`)];
+        const nonfinite = ink.filter((each) => each.__data__?.datum?.units === null).length;
         document.querySelector('#matrix [data-kernel="kernel-1"][data-kind="1"]').click();
         await pause();
         const kernels = [...$("kernel").options].map((option) => option.value);
@@ -182,18 +189,19 @@ def test_one_selection_holds_in_all_sections_and_in_the_address(page: Path) -> N
         await pause();
         const row = chosen();
         await choose("filter", "");
-        const marks = [...$("times").querySelectorAll("path")];
-        const bar = marks.find((path) => path.__data__?.datum?.kernel === "kernel-5");
+        const bars = [...$("times").querySelectorAll("path")];
+        const bar = bars.find((path) => path.__data__?.datum?.kernel === "kernel-5");
         bar.dispatchEvent(new MouseEvent("click", { bubbles: true }));
         await pause();
         const mark = chosen();
         location.hash = "#kind=0&kernel=kernel-3&at=times-title";
         await pause();
-        return { first, worst, cell, kernels, labels, row, mark, address: chosen() };
+        return { first, worst, nonfinite, cell, kernels, labels, row, mark, address: chosen() };
         """,
     )
-    assert seen.found["first"] == ["0", "kernel-10", "kernel-10", 1, None]  # the fastest correct
-    assert seen.found["worst"] == "kernel-2 · step 0 blocks.1.attn (250000× its tolerance)"
+    assert seen.found["first"] == ["1", "kernel-2", "kernel-2", 1, None]  # the worst wrong one
+    assert seen.found["nonfinite"] == 1
+    assert seen.found["worst"] == "kernel-2 · step 0 blocks.1.attn (250× its tolerance)"
     assert seen.found["kernels"] == ["kernel-1", "torch-default", "kernel-2"]  # the last is wrong
     assert "kernel-2" in seen.found["labels"]
     assert "kernel-10" not in seen.found["labels"]
@@ -204,8 +212,8 @@ def test_one_selection_holds_in_all_sections_and_in_the_address(page: Path) -> N
     assert seen.console == []
 
 
-def test_a_chart_is_saved_as_svg_and_as_png(page: Path) -> None:
-    seen = opened(
+def test_a_chart_is_saved_as_svg_and_as_png(browser: Browser, page: Path) -> None:
+    seen = browser.opened(
         page,
         """
         const saved = [];
@@ -219,22 +227,48 @@ def test_a_chart_is_saved_as_svg_and_as_png(page: Path) -> None:
     assert seen.console == []
 
 
-def test_sections_without_content_are_absent(tmp_path: Path) -> None:
+def test_sections_without_content_are_absent(browser: Browser, tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     rows = [row for row in pages.rows(3, 3, on_gpu=False) if row.kernel != "kernel-2"]
     write_html(rows, out)
-    seen = opened(
+    seen = browser.opened(
         out,
         """return [...document.querySelectorAll("section")].filter((each) => each.hidden)
             .map((each) => each.getAttribute("aria-labelledby"));""",
     )
-    assert seen.found == ["where-title", "models-title", "machine-title"]
+    assert seen.found == ["models-title", "sweeps-title", "where-title", "machine-title"]
     assert seen.console == []
 
 
-def test_a_broken_page_says_so(page: Path) -> None:
+def test_sweeps_of_correct_kernels_are_drawn_with_their_crossovers(
+    browser: Browser, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.html"
+    wrong = sweep((0.8, "inaccurate"), q=16)
+    interrupted = sweep((0.9, 1.0, "unsupported", 1.25), dim=128)
+    write_html([*sweep((0.5, 0.8, 1.25, 1.5)), *interrupted, *wrong], out)
+    seen = browser.opened(
+        out,
+        """
+        const points = [...$("sweeps").querySelectorAll(".mark-symbol.role-mark path")];
+        const diamonds = points.filter((path) => path.__data__.datum.place).length;
+        const charts = [...$("sweeps").children];
+        const texts = charts.map((each) => each.textContent);
+        const lines = charts.map((each) => each.querySelectorAll(".mark-line path").length);
+        const longest = points.find((path) => path.__data__.datum.length === 4096);
+        longest.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+        await pause();
+        const named = texts.map((text) => text.includes("about 1,400"));
+        return [named, diamonds, lines, $("kind").value];
+        """,
+    )
+    assert seen.found == [[True, False], 1, [1, 2], "3"]
+    assert seen.console == []
+
+
+def test_a_broken_page_says_so(browser: Browser, page: Path) -> None:
     broken = page.with_name("broken.html")
     text = page.read_text("utf-8")
     broken.write_text(re.sub(r'(id="data">)[^<]{40}', r"\1", text), "utf-8")
-    seen = opened(broken, """return $("failure").hidden ? "" : $("failure").textContent;""")
+    seen = browser.opened(broken, """return $("failure").hidden ? "" : $("failure").textContent;""")
     assert "The charts cannot be drawn in this browser" in seen.found

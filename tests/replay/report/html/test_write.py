@@ -15,10 +15,10 @@ from PIL import Image
 
 from replay.end_to_end.saved_outputs import safe_name
 from replay.plan.plan import Budget
-from replay.report.groups import group_rows
 from replay.report.html import outputs as saved
 from replay.report.html.data import page_data
 from replay.report.html.page_writer import ReportError, write_html
+from replay.report.matrix import matrix
 from replay.rows.row import Row
 from tests import factories
 from tests.replay.report.html import pages
@@ -65,12 +65,18 @@ def test_answer_matrix_and_foot_stand_there_without_any_script(page: str) -> Non
         "kernel-4: 1.40× in ",
         "kernel-3  quantised  1.30×",
         "kernel-5  quantised  ✗",
+        "✗  kernel-2, kernel-5: cosine 0.8 is below 0.99",
         "by  replay report rows.jsonl , attention-replay ",
         "device NVIDIA H200 · torch 2.11.0",
         "SM clock 1500 to 1507 MHz",
     ]
     at = [re.sub(r"\s+", " ", shown).find(re.sub(r"\s+", " ", text)) for text in order]
     assert -1 not in at
+    assert re.findall(r'<(\w+) class="[^"]*scripted"[^>]* hidden', page) == [
+        "span",
+        "div",
+        "section",
+    ]
     assert at == sorted(at)
 
 
@@ -94,7 +100,7 @@ def test_page_forbids_network_requests(page: str) -> None:
 
 def test_figures_are_those_of_the_rows() -> None:
     rows = pages.rows()
-    data = page_data(rows, group_rows(rows), None)
+    data = page_data(rows, matrix(rows), None)
     assert data["rows"]["name"] == [str(row.id) for row in rows]
     assert data["rows"]["time_ms.p50"] == [
         pytest.approx(row.time_ms.p50, rel=1e-4) for row in rows if row.time_ms
@@ -102,6 +108,8 @@ def test_figures_are_those_of_the_rows() -> None:
     slowest = next(each for each in data["pooled"] if each["kernel"] == "kernel-1")
     assert slowest["ratio"] == pytest.approx(1.1, rel=0.01)
     assert slowest["error"] == pytest.approx(1e-5)
+    assert slowest["of_tolerance"] == pytest.approx(1e-5 / pages.LIMITS[1])
+    assert data["groups"][0]["tolerance"] == pytest.approx(pages.LIMITS[0])
     wrong = next(each for each in data["pooled"] if each["kernel"] == "kernel-5")
     assert (wrong["correct"], wrong["status"]) == (False, "inaccurate")
 
@@ -124,7 +132,7 @@ def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
 
 def test_errors_are_drawn_in_the_budgets_metric() -> None:
     rows = pages.rows()
-    data = page_data(rows, group_rows(rows), Budget("cosine", 0.9995))
+    data = page_data(rows, matrix(rows), Budget("cosine", 0.9995))
     assert data["budget"]["limit"] == pytest.approx(5e-4)
     found = {each["kernel"]: each["error"] for each in data["pooled"]}
     assert found["kernel-3"] == pytest.approx(1e-3)
@@ -150,7 +158,7 @@ def test_a_large_field_of_errors_keeps_its_worst_cells() -> None:
     field[3][63] = float("nan")
     where = replace(accuracy.where, relative_l1=tuple(map(tuple, field)))
     rows[0] = replace(rows[0], accuracy=replace(accuracy, where=where))
-    data = page_data(rows, group_rows(rows), None)
+    data = page_data(rows, matrix(rows), None)
     (cells,) = data["fields"]
     assert (len(cells), {len(line) for line in cells}) == (32, {32})
     levels = data["levels"]
