@@ -28,8 +28,8 @@ LINES = len(COLOURS)
 """Maximum number of kernels in a chart; the table below has all."""
 
 LEGEND = (
-    "A cross marks a wrong output, at 0 where it has no speed-up. "
-    "Any other gap is an unconfirmed speed-up."
+    "A cross marks a kernel that is wrong or failed, at 0 where it has no speed-up. "
+    "At any other gap, the kernel did not run, or its speed-up is unconfirmed."
 )
 
 STYLE = """

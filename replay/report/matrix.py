@@ -92,15 +92,20 @@ class Matrix:
         return str(kernel) if accuracy_class == "exact" else f"{kernel} ({accuracy_class})"
 
     def reasons(self, kernels: Sequence[KernelId]) -> Iterator[tuple[Outcome, str, str]]:
-        """Yield outcome, names and reason; sizes in a reason may differ from call to call."""
+        """Yield outcome, names and reason.
+
+        Figures in a reason may differ from call to call. Errors differ between kernels too, so a
+        wrong kernel has a reason of its own.
+        """
         for outcome in UNEXPLAINED:
-            first: dict[str, str] = {}
-            pairs = [
-                (str(kernel), first.setdefault(re.sub(r"[\d.]+", "", cell.reason), cell.reason))
-                for kernel in kernels
-                for cell in self.row(kernel)
-                if cell.outcome == outcome and cell.reason
-            ]
+            first: dict[tuple[object, str], str] = {}
+            pairs: list[tuple[str, str]] = []
+            for kernel in kernels:
+                alike = kernel if outcome == "wrong" else None
+                for cell in self.row(kernel):
+                    if cell.outcome == outcome and cell.reason:
+                        words = re.sub(r"[\d.,]+", "", cell.reason)
+                        pairs.append((str(kernel), first.setdefault((alike, words), cell.reason)))
             for reason, names in names_by_sentence(pairs).items():
                 yield outcome, names, reason
 

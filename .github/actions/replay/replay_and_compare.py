@@ -69,7 +69,7 @@ def main(given: Mapping[str, str]) -> int:
 
 
 def wrong_input(given: Mapping[str, str]) -> str:
-    """Return a sentence about an input that would fail after the replay; empty if there is none."""
+    """Return why an input could not be used after the replay; empty if all can."""
     undecided, spread = given["REPLAY_UNDECIDED"], given["REPLAY_SPREAD"]
     if undecided not in ("pass", "fail"):
         return f"undecided: expected pass or fail, got {undecided}"

@@ -29,6 +29,7 @@ def rows() -> list[Row]:
         on("b", "mine", 2.0),
         quantised("a", "sage", 4.0),
         on("b", "zeros", 0.1, status="inaccurate", reason="max abs error 3 exceeds 1"),
+        on("b", "twos", 0.1, status="inaccurate", reason="max abs error 2 exceeds 1"),
         on("a", "hangs", status="timeout", reason="took 300 s"),
         on("b", "hangs", status="timeout", reason="took 301 s"),
         on("c", "noisy", (0.4, 5.0) * 5),
@@ -48,6 +49,7 @@ def test_first_screen_answers_first_and_lists_each_kernel_once() -> None:
     assert cells["sage"] == ["(quantised)", "0.25×", "–", "–"]
     assert cells["noisy"] == ["–", "–", "?"]
     assert "✗ zeros: max abs error 3 exceeds 1" in lines
+    assert "✗ twos: max abs error 2 exceeds 1" in lines
     assert "✗ hangs: timeout: took 300 s" in lines
     assert "47 kernels not available here, listed by: replay kernels" in lines
     assert "cuda-" not in "".join(lines)
