@@ -14,7 +14,7 @@ A folder imports only from the folders listed below it:
     operators.py        PyTorch operator and function `attention`
     dispatch.py         choice of a kernel for a call
     sparse/             decode that reads only chosen tokens
-    decode/             a few queries over a cache: in one piece, in pages, in 8 bits
+    decode/             a few queries over a cache: in one piece, in pages, in 8 bits; batches
     quantised/          prefill with 8-bit operands, for any GPU and for Hopper
     portable/           prefill in Triton for any GPU; calls hopper/ where that is faster
     hopper/             prefill in Gluon for Hopper (docs/kernel-notes.md draws how it works)
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attention_kernels.decode.contiguous_decode import contiguous_decode
+    from attention_kernels.decode.paged_batch import paged_batch
     from attention_kernels.decode.paged_decode import paged_decode
     from attention_kernels.decode.quantised_cache import quantise_cache
     from attention_kernels.decode.quantised_decode import quantised_decode
@@ -79,6 +80,7 @@ _MODULES = {
     "masked_prefill": "portable.masked_prefill",
     "packed_prefill": "portable.varlen",
     "padded_prefill": "portable.varlen",
+    "paged_batch": "decode.paged_batch",
     "paged_decode": "decode.paged_decode",
     "paged_sparse_decode": "sparse.sparse_decode",
     "prefill": "portable.prefill",
@@ -97,9 +99,9 @@ __all__ = [
     "PLAIN", "AttentionOptions", "KeyRanges", "attend_to_cache", "attend_to_quantised", "attention",
     "choose_paged_tokens", "choose_tokens", "contiguous_decode", "flash_attn_func",
     "flash_attn_varlen_func", "flash_attn_with_kvcache", "hopper_prefill", "masked_prefill",
-    "packed_prefill", "padded_prefill", "paged_decode", "paged_sparse_decode", "prefill",
-    "quantise_cache", "quantise_key_value", "quantised_decode", "quantised_prefill", "register",
-    "sparse_decode", "warm_up",
+    "packed_prefill", "padded_prefill", "paged_batch", "paged_decode", "paged_sparse_decode",
+    "prefill", "quantise_cache", "quantise_key_value", "quantised_decode", "quantised_prefill",
+    "register", "sparse_decode", "warm_up",
 ]  # fmt: skip
 
 

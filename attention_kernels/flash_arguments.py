@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention_kernels.launch.shape_checks import check_integers, check_types
@@ -114,6 +115,15 @@ def either(**given: Tensor | None) -> Tensor | None:
     if first is not None and second is not None:
         raise ValueError(f"{name} and {other} are names of one argument: pass one of them")
     return second if first is None else first
+
+
+def descales_of(
+    keys: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of an FP8 cache; None for a cache in 16 bits, which has none even if the
+    caller passes some."""
+    check_types({}, k_descale=k_descale, v_descale=v_descale)
+    return (k_descale, v_descale) if keys.dtype == torch.float8_e4m3fn else (None, None)
 
 
 def batch_of(cu_seqlens: Tensor) -> int:

@@ -25,6 +25,7 @@ from attention_kernels.flash_arguments import (
     check_new,
     check_room,
     check_sizes,
+    descales_of,
     either,
     longest_of,
     placed,
@@ -123,6 +124,8 @@ def flash_attn_varlen_func(
     *,
     page_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     out: Tensor | None = None,
@@ -130,9 +133,9 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Return attention within each sequence of a packed batch, (Tq, Hq, Dv).
 
-    With pages, sequences that all have `max_seqlen_q` queries, at most 16, are computed in place.
-    Any other call with pages first copies the pages to contiguous memory: B · `max_seqlen_k` keys
-    and values, rounded up to whole pages, are read and written once, and that much memory is used.
+    Pages are read in place, for any mixture of long and short sequences (`paged_batch`). Only a
+    long prefill of a single sequence on a Hopper GPU first copies its pages to contiguous memory:
+    `max_seqlen_k` keys and values are read and written once, and that much memory is used.
 
     Args:
         q: (Tq, Hq, D), the queries of all sequences, without padding.
@@ -145,6 +148,8 @@ def flash_attn_varlen_func(
         max_seqlen_k: number of keys of the longest sequence, or more; None for N · page_size.
         block_table: (B, N) int32, pages of each sequence. FlashAttention 3 calls it `page_table`.
         seqused_k: (B,) int32, number of valid keys of each sequence; None for all.
+        k_descale, v_descale: float32, by which keys and values in float8_e4m3fn pages are
+            multiplied; they broadcast to (B, Hkv). They have no effect in 16 bits.
         return_attn_probs: as for `flash_attn_func`, with a log-sum-exp (Hq, Tq).
         out: (Tq, Hq, Dv), to which the output is copied; it is then returned.
 
@@ -162,6 +167,7 @@ def flash_attn_varlen_func(
     refuse_gradients(q, k, v)
     longest = longest_of(q, max_seqlen_q)
     more = (softmax_scale, causal, *options.window, options.softcap, sinks)
+    descales = descales_of(k, k_descale, v_descale)
     if table is not None:
         check_integers("block_table", table, (batch, table.shape[-1]), q.device)
         if seqused_k is None and cu_seqlens_k is not None:
@@ -169,7 +175,9 @@ def flash_attn_varlen_func(
     attend: Any
     if table is not None and seqused_k is not None:
         attend = kvcache if is_traced(q) else attend_to_kv_cache
-        output, lse = attend(q, k, v, seqused_k, table, cu_seqlens_q, longest, max_seqlen_k, *more)
+        output, lse = attend(
+            q, k, v, seqused_k, table, cu_seqlens_q, longest, max_seqlen_k, *more, *descales
+        )
     elif table is None and cu_seqlens_k is not None:
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
@@ -206,6 +214,8 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     out: Tensor | None = None,
@@ -213,13 +223,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append new keys and values to a cache, and return attention to it, (B, Sq, Hq, Dv).
 
-    At most 16 queries per sequence are computed in place, from a contiguous cache or from pages.
-    More queries are computed in place from a contiguous cache. Over pages, or over rows that
-    `cache_batch_idx` chooses, they first copy these pages or rows to contiguous memory: B · N ·
-    page_size keys and values (B · S for rows) are read and written once, and that much memory is
-    used. So do float32 queries, and packed queries unless every sequence has `max_seqlen_q` of
-    them, at most 16. Packed queries also copy a contiguous cache whose sequences are not adjacent
-    in memory.
+    The cache is read in place, with two exceptions. A long prefill of a single sequence over pages,
+    or over a row that `cache_batch_idx` chooses, copies them to contiguous memory on a Hopper GPU.
+    Packed queries copy a contiguous cache whose sequences are not adjacent in memory.
 
     Args:
         q: (B, Sq, Hq, D), or packed, (Tq, Hq, D), with `cu_seqlens_q`.
@@ -236,6 +242,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q, cu_seqlens_k_new: (B + 1,) int32, start of each sequence's queries or new
             tokens, and the end of all.
         max_seqlen_q: number of queries of the longest packed sequence, or more; None for Tq.
+        k_descale, v_descale: float32, by which keys and values of a float8_e4m3fn cache are
+            multiplied, as for `flash_attn_varlen_func`. New keys and values must be in FP8 too.
         return_softmax_lse: return a tuple of the output and the log-sum-exp in float32, (B, Hq, Sq)
             or (Hq, Tq).
         out: to which the output is copied; it is then returned.
@@ -276,11 +284,12 @@ def flash_attn_with_kvcache(
     check_integers("cache_seqlens", cache_seqlens, (batch,), q.device)
     longest = q.shape[1] if cu_seqlens_q is None else longest_of(q, max_seqlen_q)
     traced = is_traced(q)
+    descales = descales_of(k_cache, k_descale, v_descale)
     if k is not None or v is not None:
         k, v = check_new(k, v, k_cache, v_cache, batch, cu_seqlens_k_new)
         refuse_gradients(k, v)
         if not traced:
-            check_cache_call(q, k_cache, v_cache, batch, longest)
+            check_cache_call(q, k_cache, v_cache, batch, longest, table is not None, descales)
         check_room(tokens, 0 if cu_seqlens_k_new is not None else k.shape[1], k_cache, table)
         (append if traced else append_to_cache)(
             k_cache, v_cache, k, v, cache_seqlens, table, cu_seqlens_k_new
@@ -289,6 +298,6 @@ def flash_attn_with_kvcache(
         cache_seqlens = cache_seqlens + new
     place = (k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, longest, None)
     more = (softmax_scale, causal, *options.window, options.softcap, sinks)
-    output, lse = (kvcache if traced else attend_to_kv_cache)(q, *place, *more)
+    output, lse = (kvcache if traced else attend_to_kv_cache)(q, *place, *more, *descales)
     output = placed(output, out)
     return (output, lse) if return_softmax_lse else output

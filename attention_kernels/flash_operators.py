@@ -15,11 +15,18 @@ from torch import Tensor
 
 from attention_kernels.decode.cache_update import append_to_cache, gather_pages
 from attention_kernels.decode.contiguous_decode import contiguous_decode
+from attention_kernels.decode.kv_cache import expanded_scales
+from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.dispatch import MOST_DECODED_QUERIES, check_head_dims, check_tensors
+from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.operators import NAMESPACE
 from attention_kernels.options import AttentionOptions
 from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
+
+WORTH_GATHERING = 1024
+"""Minimum number of query rows of a key head for which the Hopper kernel saves more time than a
+copy of the keys takes, estimated: 650 instead of 400 TFLOPS, a copy at 3 TB/s."""
 
 
 def attend_packed(
@@ -76,6 +83,8 @@ def attend_to_kv_cache(
     window_right: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention to a cache, and the log-sum-exp in float32.
 
@@ -88,6 +97,7 @@ def attend_to_kv_cache(
         cu_seqlens_q: (B + 1,) int32, start of each sequence's queries and the end of all.
         longest_query: number of queries of the longest sequence, or more.
         longest_key: number of tokens of the longest sequence, or more; None for the table's room.
+        key_scale, value_scale: as for `paged_batch`, of an FP8 cache.
 
     Returns:
         The output, in the query's layout with Dv; and (B, Hq, Sq), or (Hq, Tq) with `cu_seqlens_q`.
@@ -96,7 +106,12 @@ def attend_to_kv_cache(
         The errors of `flash_attn_with_kvcache`.
     """
     batch = lengths.shape[0]
-    is_decoded = check_cache_call(query, k_cache, v_cache, batch, longest_query)
+    if block_table is None and key_scale is not None:  # each row of the cache is one page
+        block_table = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None]
+    scales = (key_scale, value_scale)
+    is_decoded = check_cache_call(
+        query, k_cache, v_cache, batch, longest_query, block_table is not None, scales
+    )
     given: dict[str, Any] = {
         "is_causal": is_causal,
         "scale": scale,
@@ -104,11 +119,27 @@ def attend_to_kv_cache(
         "options": AttentionOptions(True, (window_left, window_right), softcap),
         "return_lse": True,
     }
-    if block_table is not None and not is_decoded:
+    is_even = _are_even(query, batch, longest_query)
+    if block_table is not None and not (is_decoded and is_even):
+        if not _is_gathered(query, v_cache, scale, batch, key_scale):
+            starts = cu_seqlens_q
+            if starts is None:
+                starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+                starts *= longest_query
+            query_THD = query if query.ndim == 3 else query.flatten(0, 1)
+            output, lse = paged_batch(
+                query_THD, k_cache, v_cache, block_table, lengths, starts, longest_query,
+                key_scale=key_scale, value_scale=value_scale, **given,
+            )  # fmt: skip
+            if query.ndim == 3:
+                return output, lse
+            sizes = (batch, longest_query)
+            return output.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
         if longest_key is not None:
             block_table = block_table[:, : -(-longest_key // k_cache.shape[1])]
         k_cache, v_cache = (gather_pages(each, block_table, lengths) for each in (k_cache, v_cache))
-    if cu_seqlens_q is not None and not _are_even(query, batch, longest_query):
+        is_decoded = False
+    if cu_seqlens_q is not None and not is_even:
         room = k_cache.shape[1]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * room
         key, value = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -119,7 +150,10 @@ def attend_to_kv_cache(
     query_BSHD = query if cu_seqlens_q is None else query.unflatten(0, (batch, longest_query))
     query_BHSD = query_BSHD.transpose(1, 2)
     if is_decoded and block_table is not None:
-        output, lse = paged_decode(query_BHSD, k_cache, v_cache, block_table, lengths, **given)
+        output, lse = paged_decode(
+            query_BHSD, k_cache, v_cache, block_table, lengths,
+            key_scale=key_scale, value_scale=value_scale, **given,
+        )  # fmt: skip
     else:
         key, value = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         if is_decoded:
@@ -133,22 +167,52 @@ def attend_to_kv_cache(
 
 
 def check_cache_call(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int, longest_query: int
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: int,
+    longest_query: int,
+    in_pages: bool,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> bool:
-    """Check that a kernel supports a call of `attend_to_kv_cache`, and return whether it is
-    decoded in place.
+    """Check that a kernel supports a call of `attend_to_kv_cache`, and return whether the decode
+    kernel computes all of it.
 
     Raises:
         The errors of `flash_attn_with_kvcache`.
     """
-    check_tensors(query, k_cache, v_cache)
+    if scales[0] is None and scales[1] is None:
+        check_tensors(query, k_cache, v_cache)
+    else:
+        check_tensors(query, query, query)
+        expanded_scales(query, k_cache, v_cache, *scales, batch)
     is_decoded = (
-        _are_even(query, batch, longest_query)
+        (in_pages or _are_even(query, batch, longest_query))
         and longest_query <= MOST_DECODED_QUERIES
         and query.dtype != torch.float32
     )
     check_head_dims(k_cache, v_cache, is_decoded)
     return is_decoded
+
+
+def _is_gathered(
+    query: Tensor, v_cache: Tensor, scale: float | None, batch: int, key_scale: Tensor | None
+) -> bool:
+    """Return whether copying the pages of a prefill into one piece pays off, because the Hopper
+    kernel, which reads no pages, then computes it.
+
+    The host knows the number of keys of one sequence only. With fewer rows, the copy takes longer
+    than the faster kernel saves.
+    """
+    rows = query.shape[:-1].numel() // v_cache.shape[2]
+    if batch > 1 or key_scale is not None or rows < WORTH_GATHERING:
+        return False
+    if not has_gluon_kernels(query.device):
+        return False
+    # Gluon is imported only on a GPU that supports it.
+    from attention_kernels.hopper.hopper_prefill import takes
+
+    return takes(query[None] if query.ndim == 3 else query, v_cache, scale)
 
 
 def _are_even(query: Tensor, batch: int, longest_query: int) -> bool:

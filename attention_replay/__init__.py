@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from capture.sharing.share import share
     from capture.storage.dataset import Dataset, load
     from replay.api.batch_invariance import agree
+    from replay.api.cache_formats import cache_formats
     from replay.api.compare_rows import compare
     from replay.api.diagnose import doctor
     from replay.api.export_plan import export
@@ -60,6 +61,7 @@ __all__ = [
     "__version__",
     "agree",
     "apply",
+    "cache_formats",
     "compare",
     "doctor",
     "export",
@@ -92,6 +94,7 @@ _HOMES = {
     "Tuning": "replay.tune.tuning",
     "agree": "replay.api.batch_invariance",
     "apply": "replay.patch.apply",
+    "cache_formats": "replay.api.cache_formats",
     "compare": "replay.api.compare_rows",
     "doctor": "replay.api.diagnose",
     "export": "replay.api.export_plan",

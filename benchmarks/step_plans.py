@@ -46,6 +46,7 @@ from capture.storage.dataset import Dataset
 from replay.end_to_end.live_model import LiveModel
 from replay.end_to_end.model_check import ModelResult, check
 from replay.end_to_end.model_process import Variant
+from replay.end_to_end.run_pace import RunPace
 from replay.plan.plan import Plan
 from replay.plan.plan_device import type_of
 from replay.report.cells import interval_text
@@ -242,11 +243,13 @@ def measured(
                 module.compile(backend=backend, mode=None if mode == "compiled" else mode)
             compiled = compilations(ready)
         name = ready.file.name
+        pace = RunPace()
+        pace.changed = limit.check
         found = check(
             ready.capture,
             ready.rows,
             [Variant(name, plan=ready.file)],
-            LiveModel(ready.runnable, report=logger.info, ran=limit.check),
+            LiveModel(ready.runnable, pace),
             rounds=rounds,
             kernel_at={name: lambda *where: KernelId(ready.plan.kernel_at(*where))},
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import traceback
+import warnings
+from collections.abc import Iterator
 
 from attention_replay.errors import Error, shortened
 
@@ -91,3 +94,19 @@ def reraise_from_signal_handler(error: Exception) -> None:
     codes = {getattr(getattr(one, "__func__", one), "__code__", None) for one in handlers} - {None}
     if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
         raise error
+
+
+@contextlib.contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Turn an error of our own code into a warning, so that the program goes on.
+
+    Args:
+        what: beginning of the warning, such as "the batch could not be read".
+    """
+    try:
+        yield
+    except Exception as error:
+        reraise_from_signal_handler(error)
+        with contextlib.suppress(Exception):  # the program's filters may raise
+            text = f"recording: {what}: {reason_of(error)}"
+            warnings.warn(text, RecordingWarning, stacklevel=3)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call.attention_call import AttentionCall, Origin
+from capture.call.batch import BatchSize
 from capture.call.shape import Shape
 from capture.recording.heads import pick
 from capture.storage.call_file import PackedCall
@@ -257,6 +258,7 @@ def full_row() -> Row:
             mask_structure="padding",
             beyond="sinks",
             nonfinite="key 1 infinite (hidden)",
+            batch=BatchSize(2, 3, 64, 40, 90),
         ),
         reason="max abs error …",
         restated_as="padding",

@@ -48,7 +48,7 @@ def flash_attn_varlen_func(given: SimpleNamespace) -> Tensor:
         attend(given.q[a:b], k[c:d], v[c:d], *options_of(given))
         for a, b, c, d in zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True)
     ]
-    return torch.cat(pairs)
+    return torch.cat([*pairs, torch.zeros_like(given.q[starts_q[-1] :])])
 
 
 def flash_attn_qkvpacked_func(
@@ -102,7 +102,11 @@ def flash_attn_with_kvcache(given: SimpleNamespace) -> Tensor:
     if k is not None and v is not None:
         for n, length in enumerate(lengths.tolist()):
             for cache, new in zip(caches, (k, v), strict=True):
-                cache[n, length : length + new.shape[1]] += new[n]
+                if given.block_table is None:
+                    cache[n, length : length + new.shape[1]] += new[n]
+                else:
+                    page, slot = divmod(length, cache.shape[1])
+                    cache[given.block_table[n, page], slot] = new[n, 0]
         lengths += k.shape[1]
     outputs = []
     for n, length in enumerate(lengths.tolist()):

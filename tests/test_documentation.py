@@ -14,7 +14,7 @@ from benchmarks.tables import options
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
-MOST_PAGES = 20
+MOST_PAGES = 21
 
 
 def test_navigation_lists_every_page_in_five_groups() -> None:

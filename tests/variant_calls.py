@@ -59,6 +59,17 @@ def sequences(call: AttentionCall) -> list[AttentionCall]:
     return found
 
 
+def in_float8(call: AttentionCall, *names: str) -> AttentionCall:
+    """Return the call with the named tensors in float8, each with its scale for each key head."""
+    found: dict[str, Tensor] = {}
+    for number, name in enumerate(names, start=2):
+        tensor, factors = getattr(call, name), torch.linspace(0.01, 0.03, call.shape.kv_heads)
+        factors *= number
+        of_heads = factors.repeat_interleave(tensor.shape[1] // len(factors))[:, None, None]
+        found |= {name: (tensor / of_heads).to(torch.float8_e4m3fn), f"{name}_scale": factors}
+    return call.with_tensors(found)
+
+
 LENGTHS_Q, LENGTHS_K = torch.tensor([0, 5, 16]).int(), torch.tensor([0, 9, 24]).int()
 PACKED = {"q_len": 16, "kv_len": 24, "cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
 SQUARE = {"q_len": 16, "kv_len": 16, "is_causal": True}
@@ -96,6 +107,8 @@ CALLS = {name: random_call(**fields) for name, fields in _FIELDS.items()} | {
     "paged, packed, bottom right, window": paged_call(
         [9, 12], 4, q_len=16, is_causal=True, cu_seqlens_q=LENGTHS_Q, variant=bounded(2)
     ),
+    "scaled": in_float8(random_call(q_heads=4, kv_heads=2), "key"),
+    "scaled, paged": in_float8(paged_call([9, 0, 5], 4, q_heads=4, kv_heads=2), "key", "value"),
 }
 
 
@@ -142,15 +155,20 @@ def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
     }
     calls = {kind: random_call(**{**sizes, **changes}) for kind, changes in asked.items()}
     packed = {"q_len": 16, "cu_seqlens_q": LENGTHS_Q, "is_causal": True}
+    decoded = {"q_len": 2, "cu_seqlens_q": torch.arange(3).int()}
+    one = replace(left, max_seqlen_q=1)
     in_pages: dict[str, tuple[int, dict[str, Any]]] = {
         "pages": (16, {}),
         "pages of 256": (256, {}),
         "pages, decode, window": (256, {"q_len": 1, "is_causal": True, "variant": left}),
+        "pages, packed decode": (256, {**decoded, "is_causal": True, "variant": one}),
         "pages, packed, bottom right": (256, {**packed, "variant": BOTTOM_RIGHT}),
         "pages, packed, window": (16, {**packed, "variant": left}),
     }
     for kind, (page_size, changes) in in_pages.items():
         calls[kind] = paged_call([17, 40], page_size, **sizes, **changes)
+    for kind in ("pages", "pages, packed, bottom right"):
+        calls[f"float8, {kind}"] = in_float8(calls[kind], "query", "key", "value")
     return calls
 
 

@@ -1,10 +1,11 @@
-"""A 16-bit key/value cache, contiguous or in pages, which is read in full or at chosen tokens."""
+"""A key/value cache in 16 bits or FP8, contiguous or in pages, read in full or at chosen tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,6 +49,9 @@ class Cache(NamedTuple):
     indices: Tensor | None = None
     """(B, Hkv, K) int32, the tokens to attend to; None for all. Negative entries and entries beyond
     the length are skipped."""
+    key_scale: Tensor | None = None
+    """(B, Hkv) float32, one FP8 unit of a sequence's keys; None for keys in 16 bits."""
+    value_scale: Tensor | None = None
 
     @classmethod
     def in_pages(
@@ -57,11 +61,12 @@ class Cache(NamedTuple):
         block_table: Tensor,
         lengths: Tensor,
         indices: Tensor | None = None,
+        scales: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Cache:
         """Return a cache in pages, with the rows of its table made contiguous for the kernel."""
         if block_table.shape[1] > 1 and block_table.stride(1) != 1:
             block_table = block_table.contiguous()
-        return cls(key_pages, value_pages, block_table, lengths, indices)
+        return cls(key_pages, value_pages, block_table, lengths, indices, *scales)
 
     @property
     def shapes(self) -> tuple[Sizes, Sizes]:
@@ -92,8 +97,13 @@ class Cache(NamedTuple):
 
     @property
     def scales(self) -> tuple[None, None, None]:
-        """Return None for each scale, because keys and values are in 16 bits."""
+        """Return None for each scale of a block of tokens."""
         return None, None, None
+
+    @property
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the FP8 units of keys and of values, (B, Hkv) each; None in 16 bits."""
+        return self.key_scale, self.value_scale
 
     @property
     def tail(self) -> int:
@@ -171,6 +181,36 @@ class Cache(NamedTuple):
     def _by_head(self, tensor: Tensor) -> Tensor:
         """Return a view (B or P, Hkv, tokens, D)."""
         return tensor if self.block_table is None else tensor.transpose(1, 2)
+
+
+def expanded_scales(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    batch: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of an FP8 cache expanded to (B, Hkv), or None for a cache in 16 bits.
+
+    Raises:
+        ValueError: see `paged_batch`.
+    """
+    given = (key_scale, value_scale)
+    is_fp8 = [each.dtype == torch.float8_e4m3fn for each in (key_pages, value_pages)]
+    if is_fp8 != [each is not None for each in given] or is_fp8[0] != is_fp8[1]:
+        raise ValueError(
+            f"keys in {key_pages.dtype}, values in {value_pages.dtype}, "
+            f"{sum(each is not None for each in given)} scales: expected both in FP8 with "
+            "key_scale and value_scale, or neither"
+        )
+    if is_fp8[0] and query.dtype == torch.float32:
+        raise ValueError("float32 queries over an FP8 cache: expected float16 or bfloat16")
+    shape = (batch, key_pages.shape[2])
+    return (
+        None if key_scale is None else key_scale.float().expand(shape),
+        None if value_scale is None else value_scale.float().expand(shape),
+    )
 
 
 def _largest_block(page_size: int) -> int:

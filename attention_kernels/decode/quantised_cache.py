@@ -120,6 +120,11 @@ class QuantisedCache:
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.key_scale, self.key_mean, self.value_scale
 
+    @property
+    def factors(self) -> tuple[None, None]:
+        """Return None for keys and values, which have scales by block."""
+        return None, None
+
     def access(
         self, is_cut: bool, begins_late: bool = False, rows: int = 1
     ) -> Literal["quantised"]:

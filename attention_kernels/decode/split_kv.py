@@ -23,6 +23,19 @@ from attention_kernels.tiles.masking import window_sides
 from attention_kernels.tiles.online_softmax import LOG2_E
 
 
+class PackedQueries(NamedTuple):
+    """Queries of several sequences, concatenated, and the memory for their results."""
+
+    offsets: Tensor
+    """(B + 1,) int32, start of each sequence's queries and the end of all."""
+    most: int
+    """Maximum number of queries of a sequence. The rows of longer sequences are not written."""
+    output: Tensor
+    """(Tq, Hq, Dv), contiguous."""
+    lse: Tensor | None
+    """(Hq, Tq) float32, contiguous; None if it is not needed."""
+
+
 def attend_to_cache(
     query: Tensor,
     cache: Cache | QuantisedCache,
@@ -34,12 +47,14 @@ def attend_to_cache(
     options: AttentionOptions = PLAIN,
     tiles: Tiling | None = None,
     return_lse: bool = False,
+    packed: PackedQueries | None = None,
 ) -> Any:
     """Return softmax(scale · QKᵀ + mask) · V over a cache, as a contiguous (B, Hq, Sq, Dv).
 
     Args:
-        query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
-        cache: a cache on the query's device, in the query's dtype with any strides, or in 8 bits.
+        query: (B, Hq, Sq, D), float16 or bfloat16, any strides; (1, Hq, Tq, D) with `packed`.
+        cache: a cache on the query's device, in the query's dtype or in FP8 with any strides, or
+            quantised by blocks.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
         is_causal: query i sees tokens 0 to i for any lengths, as in SDPA. With bottom right in
             `options`, the last query sees all tokens, and each earlier query sees one token less
@@ -50,6 +65,8 @@ def attend_to_cache(
         tiles: sizes of the work; None for the result of `planned`.
         return_lse: return a tuple of the output and the natural logarithm of each row's sum of
             exponentials, (B, Hq, Sq) float32, sinks included; -inf where every key is masked.
+        packed: sequences with different numbers of queries, not together with a mask. The results
+            are written to its tensors, which are returned.
 
     Raises:
         NotImplementedError: `options` ask for invariance over an 8-bit cache or chosen tokens.
@@ -63,7 +80,7 @@ def attend_to_cache(
             else output
         )
     call = planned_call(
-        query, cache, attn_mask, is_causal, scale, sinks, options, tiles, return_lse
+        query, cache, attn_mask, is_causal, scale, sinks, options, tiles, return_lse, packed
     )
     return call.run(
         query,
@@ -75,6 +92,8 @@ def attend_to_cache(
         cache.lengths,
         cache.indices,
         cache.block_table,
+        cache.factors,
+        packed,
     )
 
 
@@ -88,6 +107,7 @@ def planned_call(
     options: AttentionOptions,
     tiles: Tiling | None,
     return_lse: bool,
+    packed: PackedQueries | None = None,
 ) -> PlannedDecode:
     """Return the plan of a call of `attend_to_cache` with at least one query.
 
@@ -107,11 +127,21 @@ def planned_call(
         aligned,
         cache.tail,
         return_lse,
+        packed and (packed.most, packed.lse is None),
     )
     return _calls.get(shape) or _calls.keep(
         shape,
         _plan_call(
-            query, cache, attn_mask, is_causal, scale, options, tiles, sizes_of(sinks), return_lse
+            query,
+            cache,
+            attn_mask,
+            is_causal,
+            scale,
+            options,
+            tiles,
+            sizes_of(sinks),
+            return_lse,
+            packed,
         ),
     )
 
@@ -123,9 +153,10 @@ def planned(
     is_causal: bool = False,
     options: AttentionOptions = PLAIN,
     has_mask: bool = False,
+    packed: PackedQueries | None = None,
 ) -> Plan:
     """Return the plan of `attend_to_cache` for a call without `tiles`."""
-    batch, heads, q_len, head_dim = query.shape
+    batch, heads, q_len, head_dim = _sizes(query, packed)
     kv_heads, kv_len, v_dim = cache.sizes
     kept = 0 if cache.indices is None else cache.indices.shape[2]
     is_causal, left, right = _sides(is_causal, options, q_len, kv_len)
@@ -143,7 +174,16 @@ def planned(
         1 if cache.lengths is None or kept else batch,
         cache.largest_block,
         invariant_parts(kv_heads, has_mask) if options.invariant else 0,
+        cache.key.element_size(),
     )
+
+
+def _sizes(query: Tensor, packed: PackedQueries | None) -> tuple[int, int, int, int]:
+    """Return B, Hq, the maximum number of queries of a sequence, and D."""
+    batch, heads, q_len, head_dim = query.shape
+    if packed is not None:
+        batch, q_len = packed.offsets.shape[0] - 1, packed.most
+    return batch, heads, q_len, head_dim
 
 
 def _access(
@@ -183,11 +223,16 @@ class PlannedDecode(NamedTuple):
         lengths: Tensor | None = None,
         indices: Tensor | None = None,
         block_table: Tensor | None = None,
+        factors: tuple[Tensor | None, Tensor | None] = (None, None),
+        packed: PackedQueries | None = None,
     ) -> Any:
         """Return the result of `attend_to_cache` for the tensors of a cache and of its call."""
-        output = query.new_empty(*self.output_shape)
-        lse = parts = counters = None
-        if self.return_lse:
+        offsets = lse = parts = counters = None
+        if packed is not None:
+            offsets, output, lse = packed.offsets, packed.output, packed.lse
+        else:
+            output = query.new_empty(*self.output_shape)
+        if self.return_lse and packed is None:
             lse = query.new_empty(*self.output_shape[:3], dtype=torch.float32)
         if self.parts_numbers:
             parts, counters = workspace(self.parts_numbers, self.counters, query.device)
@@ -200,6 +245,8 @@ class PlannedDecode(NamedTuple):
             None if lengths is None else lengths.contiguous(),
             indices,
             block_table,
+            offsets,
+            *factors,
             output,
             lse,
             parts,
@@ -221,19 +268,26 @@ def _plan_call(
     tiles: Tiling | None,
     sinks: Sizes | None,
     return_lse: bool,
+    packed: PackedQueries | None,
 ) -> PlannedDecode:
     """Plan everything about a call except the addresses of its tensors.
 
     The arguments are those of `attend_to_cache`, except that `sinks` is a shape.
     """
-    check_shapes(query.shape, *cache.shapes, sinks)
+    sizes = _sizes(query, packed)
+    check_shapes(sizes, *cache.shapes, sinks)
     _check_by_sequence(cache)
-    batch, heads, q_len, head_dim = query.shape
+    batch, heads, q_len, head_dim = sizes
     kv_heads, kv_len, v_dim = cache.sizes
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
     cut = planned(
-        query, cache, is_causal=is_causal, options=options, has_mask=attn_mask is not None
+        query,
+        cache,
+        is_causal=is_causal,
+        options=options,
+        has_mask=attn_mask is not None,
+        packed=packed,
     )
     is_causal, left, right = _sides(is_causal, options, q_len, kv_len)
     is_cut = is_causal or left is not None or right is not None
@@ -274,6 +328,7 @@ def _plan_call(
             "kv_heads": kv_heads,
             "group": group,
             "q_len": q_len,
+            "q_tokens": query.shape[2],
             "kv_len": kv_len,
             "kept": kept,
             "splits": splits if assignment is None else None,
@@ -285,6 +340,8 @@ def _plan_call(
             "tail_dim": cache.tail,
             "v_dim": v_dim,
             "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
+            **named("stride_key_factor_", ("sequence", "head"), _strides(cache.factors[0])),
+            **named("stride_value_factor_", ("sequence", "head"), _strides(cache.factors[1])),
             "IS_CAUSAL": is_causal,
             "IS_BOTTOM_RIGHT": options.bottom_right,
             "MASK": mask_kind,
@@ -326,6 +383,10 @@ def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
     if cache.indices is not None and cache.indices.shape[:2] != (batch, kv_heads):
         of = f"{batch} sequences with {kv_heads} key heads"
         raise ValueError(f"indices of shape {tuple(cache.indices.shape)} for {of}")
+
+
+def _strides(factor: Tensor | None) -> tuple[int | None, ...]:
+    return (None, None) if factor is None else factor.stride()
 
 
 def _sides(

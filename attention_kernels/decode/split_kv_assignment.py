@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from attention_kernels.tiles.matmul import INTERPRETED
+from attention_kernels.tiles.uniform import uniform
 
 
 class KeyAssignment(NamedTuple):
@@ -106,6 +106,7 @@ def assigned_part(
     resident,
     least,
     worth,
+    q_starts_ptr,
     IS_CAUSAL: tl.constexpr,
     IS_BOTTOM_RIGHT: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
@@ -114,44 +115,30 @@ def assigned_part(
 ):
     """Return a program's sequence, key head and part, and the number of parts of that head.
 
-    The returned sequence is `sequences` if there is no work for the program.
+    The returned sequence is `sequences` if there is no work for the program. Sequences of a packed
+    batch that have no queries, or more than `q_len`, have no parts.
     """
     own = tl.arange(0, BLOCK_SEQUENCES)
+    is_own = own < sequences
+    if q_starts_ptr is not None:
+        starts = tl.load(q_starts_ptr + own, mask=is_own, other=0)
+        q_lens = tl.load(q_starts_ptr + own + 1, mask=is_own, other=0) - starts
+        is_own = (q_lens > 0) & (q_lens <= q_len)
+        q_len = q_lens
     lengths = tl.load(lengths_ptr + own, mask=own < sequences, other=0)
     begin, end, _ = seen_positions(
         lengths, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, ROUNDED_TO
     )
-    blocks = tl.where(own < sequences, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), 0)
+    blocks = tl.where(is_own, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), 0)
     together = tl.sum(blocks, axis=0) * kv_heads
     largest = tl.maximum(tl.cdiv(together, shares), tl.minimum(tl.cdiv(together, resident), least))
     parts = tl.cdiv(blocks, tl.maximum(largest, 1))
     parts = tl.minimum(parts, tl.sqrt(blocks.to(tl.float32) * worth).to(tl.int32))
-    parts = tl.where(own < sequences, tl.maximum(parts, 1), 0)
+    parts = tl.where(is_own, tl.maximum(parts, 1), 0)
     ends = tl.cumsum(parts, axis=0) * kv_heads
     is_before = (ends <= program) & (own < sequences)
-    sequence = _uniform(tl.sum(is_before.to(tl.int32), axis=0))
-    before = _uniform(tl.sum(tl.where(is_before, parts, 0), axis=0)) * kv_heads
-    own_parts = _uniform(tl.maximum(tl.sum(tl.where(own == sequence, parts, 0), axis=0), 1))
+    sequence = uniform(tl.sum(is_before.to(tl.int32), axis=0))
+    before = uniform(tl.sum(tl.where(is_before, parts, 0), axis=0)) * kv_heads
+    own_parts = uniform(tl.maximum(tl.sum(tl.where(own == sequence, parts, 0), axis=0), 1))
     place = program - before
     return sequence, place // own_parts, place % own_parts, own_parts
-
-
-@triton.jit
-def _uniform(number):
-    """Return an integer that is the same in every thread, in a form that `ptxas` recognises as
-    uniform.
-
-    `ptxas` assumes that a sum over threads may differ between threads, so that a loop bounded by
-    the sum may diverge. In such a loop, it moves shared-memory descriptors between registers at
-    each product.
-    """
-    if not INTERPRETED:
-        number = tl.inline_asm_elementwise(
-            "redux.sync.max.s32 $0, $1, 0xffffffff;",
-            "=r,r",
-            [number],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return number

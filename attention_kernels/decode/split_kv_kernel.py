@@ -37,7 +37,7 @@ from attention_kernels.tiles.high_low_parts import (
     high_low_product,
 )
 from attention_kernels.tiles.masking import in_base_2
-from attention_kernels.tiles.matmul import matmul
+from attention_kernels.tiles.matmul import INTERPRETED, matmul
 from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, softmax_step, tanh
 
 
@@ -45,7 +45,8 @@ from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, softmax_ste
 @triton.jit(
     do_not_specialize=[
         "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table",
-        "sequences", "shares", "resident", "least",
+        "sequences", "shares", "resident", "least", "q_tokens", "stride_key_factor_sequence",
+        "stride_key_factor_head", "stride_value_factor_sequence", "stride_value_factor_head",
     ]
 )  # fmt: skip
 def split_kv_kernel(
@@ -60,6 +61,9 @@ def split_kv_kernel(
     lengths_ptr,
     indices_ptr,
     table_ptr,
+    q_starts_ptr,
+    key_factor_ptr,
+    value_factor_ptr,
     output_ptr,
     lse_ptr,
     parts_ptr,
@@ -71,6 +75,7 @@ def split_kv_kernel(
     kv_heads,
     group,
     q_len,
+    q_tokens,
     kv_len,
     kept,
     splits,
@@ -99,6 +104,10 @@ def split_kv_kernel(
     stride_mask_query,
     stride_mask_token,
     stride_table,
+    stride_key_factor_sequence,
+    stride_key_factor_head,
+    stride_value_factor_sequence,
+    stride_value_factor_head,
     IS_CAUSAL: tl.constexpr,
     IS_BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
@@ -128,10 +137,16 @@ def split_kv_kernel(
     `KeyAssignment` are None. If PART is not 0, the parts of a sequence depend only on the keys that
     it sees, and `splits` is the largest number of parts.
 
+    With `q_starts_ptr`, the queries of all sequences are packed: `q_tokens` queries in all, and a
+    sequence that has none or more than `q_len` of them is left to another kernel. With
+    `key_factor_ptr` and `value_factor_ptr`, keys and values are in FP8, in units of one number for
+    each sequence and key head.
+
     `cap` is in base 2. With a cap, `scale` is the factor of the exponent in tanh. If BLOCK_TAIL is
     not 0, `head_dim` is the size of the key without its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
+    IS_FP8: tl.constexpr = key_factor_ptr is not None
     IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
     # Base-2 logarithm of the number that represents a weight of 1.
     LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
@@ -159,6 +174,7 @@ def split_kv_kernel(
             resident,
             least,
             worth,
+            q_starts_ptr,
             IS_CAUSAL,
             IS_BOTTOM_RIGHT,
             ROUNDED_TO,
@@ -168,6 +184,17 @@ def split_kv_kernel(
         if batch == sequences:
             return
         head = batch * kv_heads + kv_head
+    most_rows = group * q_len
+    steps = None
+    if q_starts_ptr is not None:
+        q_start = tl.load(q_starts_ptr + batch)
+        own_len = tl.load(q_starts_ptr + batch + 1) - q_start
+        if (own_len <= 0) | (own_len > q_len):
+            return
+        q_len = own_len
+        if tl.program_id(2) * BLOCK_M >= group * q_len:
+            return
+        steps = (q_len, kv_heads * group, q_tokens)
     if PART != 0:
         share, parts = own_parts(
             batch, lengths_ptr, kv_len, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT,
@@ -185,7 +212,10 @@ def split_kv_kernel(
     columns = tl.arange(0, BLOCK_DV)
     has_column = columns < v_dim
 
-    query_rows = batch.to(tl.int64) * stride_query_batch
+    if q_starts_ptr is None:
+        query_rows = batch.to(tl.int64) * stride_query_batch
+    else:
+        query_rows = q_start.to(tl.int64) * stride_query_token
     query_rows += q_heads.to(tl.int64) * stride_query_head
     query_rows += queries.to(tl.int64) * stride_query_token
     query = tl.load(
@@ -202,6 +232,18 @@ def split_kv_kernel(
             other=0.0,
         )
         tail_dims = tail.to(tl.int64) * stride_key_dim
+    row_factors = scale * LOG2_E
+    if IS_FP8:
+        # Float16 holds all FP8 numbers, and a GPU converts FP8 to it in one step.
+        units = tl.max(tl.abs(query.to(tl.float32)), axis=1)
+        if BLOCK_TAIL != 0:
+            units = tl.maximum(units, tl.max(tl.abs(query_tail.to(tl.float32)), axis=1))
+        units = tl.where(units == 0.0, 1.0, units)[:, None]
+        query = (query.to(tl.float32) / units).to(tl.float16)
+        if BLOCK_TAIL != 0:
+            query_tail = (query_tail.to(tl.float32) / units).to(tl.float16)
+        key_factor_ptr += batch.to(tl.int64) * stride_key_factor_sequence
+        row_factors *= units * tl.load(key_factor_ptr + kv_head * stride_key_factor_head)
     if IS_8_BIT:
         key_mean_ptr += head * head_dim
         query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim, IS_INT8)
@@ -294,6 +336,8 @@ def split_kv_kernel(
                 mask=is_valid[:, None] & has_dim[None, :],
                 other=0.0,
             )
+        if IS_FP8:
+            key = _in_float16(key)
         if IS_8_BIT:
             scores = high_low_product(query, key)
         else:
@@ -308,6 +352,8 @@ def split_kv_kernel(
                     mask=is_valid[:, None] & has_tail[None, :],
                     other=0.0,
                 )
+            if IS_FP8:
+                key_tail = _in_float16(key_tail)
             scores = matmul(query_tail, tl.trans(key_tail), scores)
         if IS_8_BIT:
             # The block's pointers come first, so that offsets of keys are the same in all blocks.
@@ -316,7 +362,7 @@ def split_kv_kernel(
             value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
             scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
         else:
-            scores = matmul(query, tl.trans(key), scores) * (scale * LOG2_E)
+            scores = matmul(query, tl.trans(key), scores) * row_factors
         if cap is not None:
             scores = cap * tanh(scores)
         if MASK != 0:
@@ -369,6 +415,8 @@ def split_kv_kernel(
                     mask=is_valid[:, None] & has_column[None, :],
                     other=0.0,
                 )
+            if IS_FP8:
+                value = _in_float16(value)
             output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
 
     total = tl.sum(totals, axis=1)
@@ -379,16 +427,24 @@ def split_kv_kernel(
         rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 2.0**LOG2_UNIT)
         output *= rescale[:, None]
 
-    # (B, Hq, Sq, Dv), contiguous: the rows of a key head are adjacent.
-    output_ptr += head.to(tl.int64) * q_rows * v_dim
+    if IS_FP8:
+        value_factor_ptr += batch.to(tl.int64) * stride_value_factor_sequence
+        output *= tl.load(value_factor_ptr + kv_head * stride_value_factor_head)
+    # (B, Hq, Sq, Dv), contiguous: the rows of a key head are adjacent. Packed: (Tq, Hq, Dv).
+    first_row = head.to(tl.int64) * q_rows
+    first_sum = first_row
+    if q_starts_ptr is not None:
+        first_row = q_start.to(tl.int64) * (kv_heads * group) + kv_head * group
+        first_sum = (kv_head * group).to(tl.int64) * q_tokens + q_start
+    output_ptr += first_row * v_dim
     if lse_ptr is not None:
-        lse_ptr += head.to(tl.int64) * q_rows
+        lse_ptr += first_sum
     PARTS_DIFFER: tl.constexpr = BLOCK_SEQUENCES != 0 or PART != 0
     if PARTS_DIFFER and parts_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
         if parts == 1:
             store_rows(
                 output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns,
-                has_column, v_dim,
+                has_column, v_dim, steps,
             )  # fmt: skip
             return
     if parts_ptr is not None:
@@ -397,10 +453,10 @@ def split_kv_kernel(
         programs, first_part = tl.num_programs(0), tl.program_id(0) - split
         if BLOCK_SEQUENCES == 0:
             programs, first_part = programs * splits, head * splits
-        sums_ptr = parts_ptr + programs.to(tl.int64) * q_rows * v_dim
-        sums_ptr += first_part.to(tl.int64) * q_rows * 2
-        parts_ptr += first_part.to(tl.int64) * q_rows * v_dim
-        own = split * q_rows + rows
+        sums_ptr = parts_ptr + programs.to(tl.int64) * most_rows * v_dim
+        sums_ptr += first_part.to(tl.int64) * most_rows * 2
+        parts_ptr += first_part.to(tl.int64) * most_rows * v_dim
+        own = split * most_rows + rows
         tl.store(sums_ptr + own * 2, maximum, mask=has_row)
         tl.store(sums_ptr + own * 2 + 1, total, mask=has_row)
         tl.store(
@@ -423,7 +479,9 @@ def split_kv_kernel(
             has_column,
             parts,
             q_rows,
+            most_rows,
             v_dim,
+            steps,
             BLOCK_ROWS,
             ROW_CHUNKS,
             BLOCK_SPLITS,
@@ -432,8 +490,22 @@ def split_kv_kernel(
     else:
         store_rows(
             output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns,
-            has_column, v_dim,
+            has_column, v_dim, steps,
         )  # fmt: skip
+
+
+@triton.jit
+def _in_float16(numbers):
+    """Return FP8 numbers in float16, converted before they are moved between threads.
+
+    Otherwise Triton moves them as FP8 to the threads whose products need them, byte by byte.
+    """
+    numbers = numbers.to(tl.float16)
+    if not INTERPRETED:
+        numbers = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2
+        )
+    return numbers
 
 
 @triton.jit

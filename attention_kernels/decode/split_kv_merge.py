@@ -40,7 +40,9 @@ def merge(
     has_column,
     parts,
     q_rows,
+    most_rows,
     v_dim,
+    steps,
     BLOCK_ROWS: tl.constexpr,
     ROW_CHUNKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -50,13 +52,15 @@ def merge(
 
     Args:
         parts_ptr, sums_ptr: pointers to one head's unnormalised outputs (parts, M, Dv), and to the
-            maximum and sum of each row (parts, M, 2).
+            maximum and sum of each row (parts, M, 2). M is `most_rows`; a sequence
+            has the first `q_rows`.
         counters_ptr: counters of the head and this block of rows.
         output_ptr: pointer to the head's output, (M, Dv).
         lse_ptr: pointer to the head's log-sum-exps, (M,), or None.
         LOG2_UNIT: base-2 logarithm of the number that represents a weight of 1 in the sums.
         first_row: first of ROW_CHUNKS times BLOCK_ROWS rows.
         BLOCK_SPLITS: number of parts that are read at a time.
+        steps: as for `store_rows`.
         TOGETHER: whether all programs that have arrived merge rows.
     """
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel") + 1
@@ -71,7 +75,8 @@ def merge(
                 _merge_rows(
                     parts_ptr, sums_ptr, output_ptr, lse_ptr, LOG2_UNIT,
                     first_row + chunk * BLOCK_ROWS,
-                    columns, has_column, parts, q_rows, v_dim, BLOCK_ROWS, BLOCK_SPLITS,
+                    columns, has_column, parts, q_rows, most_rows, v_dim, steps, BLOCK_ROWS,
+                    BLOCK_SPLITS,
                 )  # fmt: skip
                 chunk = tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
         if tl.atomic_add(counters_ptr + 2, 1, sem="acq_rel") == parts - 1:
@@ -82,7 +87,8 @@ def merge(
         for chunk in tl.static_range(ROW_CHUNKS):
             _merge_rows(
                 parts_ptr, sums_ptr, output_ptr, lse_ptr, LOG2_UNIT, first_row + chunk * BLOCK_ROWS,
-                columns, has_column, parts, q_rows, v_dim, BLOCK_ROWS, BLOCK_SPLITS,
+                columns, has_column, parts, q_rows, most_rows, v_dim, steps, BLOCK_ROWS,
+                BLOCK_SPLITS,
             )  # fmt: skip
 
 
@@ -98,7 +104,9 @@ def _merge_rows(
     has_column,
     parts,
     q_rows,
+    most_rows,
     v_dim,
+    steps,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
@@ -110,7 +118,7 @@ def _merge_rows(
     output = tl.zeros((BLOCK_ROWS, columns.shape[0]), tl.float32)
     for first in tl.range(0, parts, BLOCK_SPLITS, num_stages=3):
         group = first + tl.arange(0, BLOCK_SPLITS)
-        places = group[:, None] * q_rows + rows[None, :]
+        places = group[:, None] * most_rows + rows[None, :]
         is_there = (group < parts)[:, None] & has_row[None, :]
         maxima = tl.load(sums_ptr + places * 2, mask=is_there, other=float("-inf"))
         sums = tl.load(sums_ptr + places * 2 + 1, mask=is_there, other=0.0)
@@ -128,7 +136,7 @@ def _merge_rows(
         output = output * rescale[:, None] + tl.sum(weights[:, :, None] * outputs, axis=0)
     store_rows(
         output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns, has_column,
-        v_dim,
+        v_dim, steps,
     )  # fmt: skip
 
 
@@ -145,15 +153,26 @@ def store_rows(
     columns,
     has_column,
     v_dim,
+    steps,
 ):
     """Store the output of rows when all keys have been processed, and their log-sum-exps if
-    `lse_ptr` is not None."""
+    `lse_ptr` is not None.
+
+    Args:
+        steps: None if the rows of a key head are adjacent. In a packed batch, (Tq, Hq, Dv), a tuple
+            of the sequence's number of queries, Hq and Tq.
+    """
+    places = rows
+    sums = rows
+    if steps is not None:
+        places = rows % steps[0] * steps[1] + rows // steps[0]
+        sums = rows // steps[0] * steps[2] + rows % steps[0]
     if lse_ptr is not None:
         lse = (maximum + tl.math.log2(total) - LOG2_UNIT) * LN_2
-        tl.store(lse_ptr + rows, lse, mask=has_row)
+        tl.store(lse_ptr + sums, lse, mask=has_row)
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
-        output_ptr + rows[:, None] * v_dim + columns[None, :],
+        output_ptr + places[:, None] * v_dim + columns[None, :],
         output.to(output_ptr.dtype.element_ty),
         mask=has_row[:, None] & has_column[None, :],
     )

@@ -182,6 +182,7 @@ def plan(
     sequences: int = 1,
     largest_block: int | None = None,
     most_parts: int = 0,
+    itemsize: int = 2,
 ) -> Plan:
     """Return sizes for a call, chosen deterministically from measurements on an H200.
 
@@ -198,6 +199,7 @@ def plan(
         largest_block: maximum number of keys that a descriptor loads at once.
         most_parts: maximum number of parts of a sequence if the order of its sums must not depend
             on `heads`, `positions`, `processors` and `sequences`; else 0.
+        itemsize: size of an element of the cache in bytes.
     """
     # In 8 bits a row is two columns of a product (`high_low_parts.py`); 32 rows fill the registers.
     least, most = (8, 32) if access == "quantised" else (16, 64)
@@ -229,7 +231,6 @@ def plan(
     # sum is smallest if the two times are equal. A program loads about twice as fast as it merges.
     # If all programs run at once, each row of a large output may have its own program that merges
     # it.
-    itemsize = 1 if access == "quantised" else 2
     loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
     stored_rows = _stored(rows, block_m)
     merged = stored_rows * block_dv * 4

@@ -35,6 +35,7 @@ from triton.runtime.driver import driver
 
 # If kernels move, change only these imports.
 from attention_kernels.decode.contiguous_decode import contiguous_decode as decode
+from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.quantised_decode import quantised_decode
 from attention_kernels.hopper.hopper_prefill import hopper_prefill
@@ -252,6 +253,18 @@ def of_quantised_decode() -> Cases:
     yield "decode int8 all 128", partial(int8, *operands(128, 2, 4096), **EXTRAS["all"])
 
 
+def of_batches() -> Cases:
+    """Yield an engine's batches over pages, in 16 bits and in FP8."""
+    for size, dtype in ((16, BFLOAT), (64, BFLOAT), (16, FP8), (64, FP8)):
+        key = empty(4 * 131072 // size, size, 2, 128, dtype=dtype)
+        cache = key, key, numbers(4, 131072 // size), numbers(4)
+        names = ("key_scale", "value_scale") if dtype == FP8 else ()
+        scales = dict.fromkeys(names, empty(1, dtype=SINGLE))
+        query, options = empty(4096, 8, 128, dtype=BFLOAT), AttentionOptions(True)
+        batch = partial(paged_batch, query, *cache, numbers(5), 2048, True, options=options)
+        yield f"batch in pages of {size} {dtype}", partial(batch, **scales)
+
+
 def of_choice() -> Cases:
     """Yield cases of sparse decode, of selecting its tokens, and of finding lengths in a mask."""
     query, key, value = operands(128, 1, 4096)
@@ -269,7 +282,10 @@ def of_choice() -> Cases:
 
 
 GROUPS: dict[str, tuple[Callable[[], Cases], ...]] = {
-    "portable": (of_prefill, of_lengths, of_quantised_prefill, of_quantised_decode, of_choice),
+    "portable": (
+        *(of_prefill, of_lengths, of_quantised_prefill, of_quantised_decode, of_choice),
+        of_batches,
+    ),
     "hopper": (of_hopper, of_lengths, of_quantised_prefill, of_decode),
 }
 """Cases of each process: with the kernels of any GPU, and with the kernels of a Hopper GPU.

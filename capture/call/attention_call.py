@@ -17,7 +17,9 @@ from capture.call.attention_variant import (
     beyond_arguments,
     features,
     key_ranges,
+    output_dtype,
 )
+from capture.call.per_head import SCALES, true_values
 from capture.call.shape import Shape
 from capture.call.strides import copy_with_strides, is_leading_part
 from capture.text.printable import printable
@@ -38,7 +40,7 @@ class Origin:
     step: int = 0
     """Index of the denoising step, from 0; in other phases, the forward index."""
     phase: str = ""
-    """`denoise`, `prefill`, `decode` or `encode` (`capture.hooks.phases`)."""
+    """`denoise`, `prefill`, `extend`, `decode`, `mixed` or `encode` (`capture.hooks.phases`)."""
     device: str = "cpu"
     """Device that the model ran on, with the GPU's name: `cpu`, `cuda (NVIDIA H200)`."""
     seed: int | None = None
@@ -115,6 +117,13 @@ class AttentionCall:
     page_table: Tensor | None = None
     """(B, n) or, packed, (N, n) int32: pages that hold each sequence's keys (`capture.call.pages`).
     A call with a page table has `seqused_k`, and no `cu_seqlens_k`."""
+    query_scale: Tensor | None = None
+    """(Hkv,) float32: factor that restores 8-bit queries (`capture.call.per_head`). The output of
+    such a call is bfloat16."""
+    key_scale: Tensor | None = None
+    """(Hkv,) float32: factor that restores 8-bit keys."""
+    value_scale: Tensor | None = None
+    """(Hkv,) float32: factor that restores 8-bit values."""
     variant: AttentionVariant = PLAIN
     origin: Origin = field(default_factory=Origin)
 
@@ -169,7 +178,8 @@ class AttentionCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.query.dtype
+        """Dtype of the output: the query's, or bfloat16 if the query has a scale."""
+        return output_dtype(self)
 
     @property
     def device(self) -> torch.device:
@@ -226,6 +236,14 @@ class AttentionCall:
             key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (key, value))
             starts_k = _even_starts(sequences, key.shape[2], self.device)
         return replace(self, key=key, value=value, page_table=None, cu_seqlens_k=starts_k)
+
+    def without_scales(self) -> AttentionCall:
+        """Return the same call with true values, in float32 where a tensor has a scale."""
+        changed: dict[str, Any] = dict.fromkeys(SCALES.values())
+        for name, scale in SCALES.items():
+            if (factors := getattr(self, scale)) is not None:
+                changed[name] = true_values(getattr(self, name), factors, torch.float32)
+        return replace(self, **changed)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by field name."""

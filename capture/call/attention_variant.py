@@ -6,7 +6,8 @@ is 0. With `bottom_right`, δ is Sk - Sq as in FlashAttention, which aligns the 
 last key. A causal query sees the keys up to the diagonal. A window (left, right) limits a query to
 the keys from `left` before the diagonal to `right` after it. A sink is an additional score of its
 head without a value, so it only takes weight. In a packed call the sequences are concatenated, and
-queries see only keys of their own sequence. Keys may lie in pages (`capture.call.pages`).
+queries see only keys of their own sequence. Keys may lie in pages (`capture.call.pages`), and 8-bit
+tensors may have scales (`capture.call.per_head`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from capture.call.per_head import SCALES, scaled_text
 
 Window = tuple[int | None, int | None]
 """Numbers of keys that a query sees before and after the diagonal; None means all."""
@@ -28,6 +31,7 @@ FEATURES = {
     "packed": "packed sequences",
     "key-lengths": "number of valid keys per sequence",
     "paged": "page table",
+    "scaled": "scaled 8-bit values",
 }
 """Features that a kernel may support beyond SDPA, with their descriptions."""
 
@@ -37,6 +41,9 @@ VARIANT_TENSORS = {
     "cu_seqlens_k": 1,
     "seqused_k": 1,
     "page_table": 2,
+    "query_scale": 1,
+    "key_scale": 1,
+    "value_scale": 1,
 }
 """Tensors of a call that SDPA does not have, with the number of dimensions of each."""
 
@@ -130,6 +137,12 @@ class CallOptions(Protocol):
     @property
     def page_table(self) -> Tensor | None: ...
     @property
+    def query_scale(self) -> Tensor | None: ...
+    @property
+    def key_scale(self) -> Tensor | None: ...
+    @property
+    def value_scale(self) -> Tensor | None: ...
+    @property
     def variant(self) -> AttentionVariant: ...
 
 
@@ -154,18 +167,38 @@ def features(call: CallOptions) -> tuple[str, ...]:
         asked.append("paged")
     elif call.seqused_k is not None:
         asked.append("key-lengths")
+    if is_scaled(call):
+        asked.append("scaled")
     return tuple(asked)
 
 
+def is_scaled(call: CallOptions) -> bool:
+    return not (call.query_scale is call.key_scale is call.value_scale is None)
+
+
+def output_dtype(call: CallOptions) -> torch.dtype:
+    """Return the dtype of the output: the query's, or bfloat16 if the query has a scale.
+
+    FlashAttention 3 returns bfloat16 for queries in 8 bits.
+    """
+    return call.query.dtype if call.query_scale is None else torch.bfloat16
+
+
 def beyond(call: CallOptions) -> str:
-    """Describe a call's options that SDPA does not have: `window 1023/0, sinks`; empty for none."""
+    """Describe a call's options that SDPA does not have: `window 1023/0, sinks`; empty for none.
+
+    The number of packed sequences over pages is left out, as it differs between an engine's steps.
+    """
     packed, is_paged = call.cu_seqlens_q, call.page_table is not None
+    count = "" if packed is None or is_paged else f"{packed.shape[0] - 1} "
+    scales = [name for name in SCALES.values() if getattr(call, name) is not None]
     parts = [
         str(call.variant),
         "sinks" if call.sinks is not None else "",
-        f"{packed.shape[0] - 1} packed sequences" if packed is not None else "",
+        f"{count}packed sequences" if packed is not None else "",
         "key lengths" if call.seqused_k is not None and not is_paged else "",
         f"pages of {call.key.shape[-2]}" if is_paged else "",
+        scaled_text(scales, str(call.key.dtype).removeprefix("torch.")),
     ]
     return ", ".join(filter(None, parts))
 

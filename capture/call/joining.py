@@ -10,11 +10,13 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import PLAIN
+from capture.call.per_head import PER_HEAD, SCALES
 from capture.call.strides import concatenated
 
 _HEADS, _QUERIES = 1, 2
 """Dimensions of heads and of queries in a query tensor."""
 _KEYS = ("key", "value")
+_OF_KEY_HEADS = (*_KEYS, *SCALES.values())
 _SAME_ON_ALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 
 
@@ -65,8 +67,8 @@ def _by_heads(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
         elif name == "attn_mask":
             tensors[name] = _joined_mask(parts, _HEADS)
         else:
-            holders = _holders_of_keys(parts) if name in _KEYS else parts
-            tensors[name] = _joined(holders, name, 0 if name == "sinks" else _HEADS)
+            holders = _holders_of_keys(parts) if name in _OF_KEY_HEADS else parts
+            tensors[name] = _joined(holders, name, 0 if name in PER_HEAD else _HEADS)
     if all(part.value_is_in_key for part in parts):
         tensors["value"] = tensors["key"][..., : parts[0].shape.v_head_dim]
     return tensors

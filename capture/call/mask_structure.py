@@ -142,6 +142,19 @@ def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> M
     return min(found, key=_oddness, default=None)
 
 
+def shows_exactly(attn_mask: Tensor, ranges: KeyRanges, kv_len: int) -> bool:
+    """Return whether a mask alone shows every query, in each head, exactly a range of keys.
+
+    Args:
+        attn_mask: mask that broadcasts to (B, Hq, Sq, Sk).
+        ranges: keys to compare with.
+        kv_len: number of keys, Sk.
+    """
+    all_keys = KeyRanges(torch.zeros_like(ranges.first), torch.full_like(ranges.end, kv_len))
+    seen = _seen(attn_mask, all_keys, kv_len)
+    return seen is not None and _same(seen, ranges)
+
+
 def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
     """Return a sort key: options that are common and widely supported come first."""
     return (

@@ -43,8 +43,8 @@ class CallStatistics:
 
 
 def call_statistics(call: AttentionCall) -> CallStatistics:
-    """Compute the statistics of a call in float32, with its mask, window, soft cap and sinks."""
-    call = call.without_pages()
+    """Compute the statistics of a call's true values in float32, with all its options."""
+    call = call.without_pages().without_scales()
     groups = call.query.shape[1] // call.key.shape[1]
     queries = call.query.shape[2]
     rows = torch.linspace(0, queries - 1, min(QUERIES, queries), device="cpu")

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
-from capture.cli.record_options import add_storage_options
 from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import OneSentenceParser
+from capture.command_line.record_options import (
+    add_engine_options,
+    add_storage_options,
+    check_engine_options,
+    storage_arguments,
+)
 from capture.command_line.run_options import add_run_options, load_run, model_is_required
 from capture.large_imports import import_large
 from capture.recording.sampling import make_sampler
@@ -39,7 +44,7 @@ EXAMPLES = """\
   capture --model cogvideo --max 10                    10 calls of CogVideoX
   capture --model DIR --set height=256 --set width=256 your checkpoint, at this size
   capture --model my_model.py:build                    your function, which returns (module, run)
-  capture show captured_inputs --stats                 list the calls and their statistics
+  capture --engine vllm --model DIR --prompts FILE     your checkpoint inside vLLM
   capture check captured_inputs                        verify the files and recompute the outputs
 then: replay --dir captured_inputs --metric all"""
 
@@ -48,6 +53,7 @@ def parser() -> OneSentenceParser:
     """Return the parser of `capture --model MODEL`."""
     command = new_parser("", DESCRIPTION, examples=EXAMPLES, usage=USAGE)
     add_run_options(command)
+    add_engine_options(command)
     add_storage_options(command)
     add_common_options(command)
     return command
@@ -60,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.model:
         raise Error(model_is_required())
+    check_engine_options(arguments)
     try:
         make_sampler(arguments.sample, arguments.max, arguments.max_bytes)
     except ValueError as error:
@@ -100,30 +107,18 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     declared(arguments.split, None, rank, arguments.heads)
     CaptureTarget.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")):
-        runnable = load_run(arguments)
+        runnable = _load(arguments)
     logger.info("loaded %s", name)
     progress.print(Text(announcement(name, runnable)))
     with (
         _problems_at_once(RecordingWarning) as printed,
         record(
             runnable.roots if runnable.pipeline is None else runnable.pipeline,
-            out=arguments.out,
-            max=arguments.max,
             name=name,
-            sample=arguments.sample,
-            phase=arguments.phase,
-            heads=arguments.heads,
-            modules=arguments.modules,
             weights=runnable.weights,
             seed=arguments.seed,
-            rank=rank,
-            split=arguments.split,
             settings=runnable.settings,
-            max_bytes=arguments.max_bytes,
-            buffer_bytes=arguments.buffer_bytes,
-            durable=arguments.durable,
-            output=not arguments.no_output,
-            overwrite=arguments.overwrite,
+            **storage_arguments(arguments) | {"rank": rank},
         ) as recording,
     ):
         begun.append(recording)
@@ -134,6 +129,22 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
         logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
     logger.info("stored %s", human_bytes(recording.counts.nbytes))
     return _report(recording, printed, arguments, progress)
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    """Load the model and its run: `models.Runnable`, or `capture.engines.vllm.EngineRun`."""
+    if arguments.engine is None:
+        return load_run(arguments)
+    from capture.engines.vllm import load
+
+    return load(
+        arguments.model,
+        prompts=arguments.prompts,
+        trace=arguments.trace,
+        seed=arguments.seed,
+        dtype=arguments.dtype,
+        options=dict(arguments.set),
+    )
 
 
 def _report(

@@ -1,9 +1,13 @@
 """Counts every attention call of a model, so that the stored calls can predict an entire run.
 
 As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signature", "calls",
-"kept", "first_step", "last_step"}]}`, where `signature` is an index into the list of signatures. A
-scale that JSON cannot express, such as infinity, is named in `refusal`, and its calls are not
-stored.
+"kept", "first_step", "last_step"}], "batches": [...]}`, where `signature` is an index into the list
+of signatures. A scale that JSON cannot express, such as infinity, is named in `refusal`, and its
+calls are not stored.
+
+The batches of an inference engine differ at every step, so their numbers of queries and keys are -1
+in the signature, and `batches`, absent without them, has the lengths of their sequences
+(`capture.hooks.batch_counts`).
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call.attention_variant import beyond
+from capture.call.attention_variant import beyond, output_dtype
+from capture.call.batch import Batch, is_batch
 from capture.call.pages import kv_len
 from capture.hooks.autocast import cast
+from capture.hooks.batch_counts import BatchCounts
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import CallSite
 from capture.storage.header import dtype_name
@@ -45,11 +51,12 @@ class CallSignature(NamedTuple):
     @classmethod
     def of(cls, arguments: Arguments) -> CallSignature:
         mask = arguments.attn_mask
+        query = _sizes(arguments.query)
         return cls(
-            query=_sizes(arguments.query),
+            query=(*query[:-2], -1, query[-1]) if is_batch(arguments) else query,
             key=_sizes_of_all(arguments.key, arguments),
             value=_sizes_of_all(arguments.value, arguments),
-            dtype=dtype_name(arguments.query.dtype),
+            dtype=dtype_name(output_dtype(arguments)),
             mask=None if mask is None else _sizes(mask),
             mask_dtype=None if mask is None else dtype_name(mask.dtype),
             is_causal=bool(arguments.is_causal),
@@ -99,6 +106,7 @@ class Census:
     """Call counts by module × phase × signature."""
 
     _counts: dict[tuple[str, str, CallSignature], CallCount] = field(default_factory=dict)
+    _batches: BatchCounts[CallSignature] = field(default_factory=BatchCounts)
 
     @property
     def calls(self) -> int:
@@ -124,6 +132,10 @@ class Census:
         key = site.module, site.phase, signature
         return self._counts.setdefault(key, CallCount(signature, site.step, site.step))
 
+    def add_batch(self, phase: str, count: CallCount, batch: Batch) -> None:
+        """Keep the lengths of a call that is counted."""
+        self._batches.add(phase, count.signature, batch)
+
     def refuse(self, site: CallSite, count: CallCount, reason: str) -> CallCount:
         """Move a call of a count to the count of the calls that cannot be stored, for a reason."""
         signature = count.signature._replace(refusal=reason)
@@ -142,6 +154,7 @@ class Census:
         counts = self.items()
         different = dict.fromkeys(signature for (_, _, signature), _ in counts)
         signatures = {signature: index for index, signature in enumerate(different)}
+        batches = self._batches.to_json(signatures)
         return {
             "signatures": [signature.to_json() for signature in signatures],
             "rows": [
@@ -156,6 +169,7 @@ class Census:
                 }
                 for (module, phase, signature), count in counts
             ],
+            **({"batches": batches} if batches else {}),
         }
 
 
@@ -170,8 +184,10 @@ def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:
     if table is None:
         return _sizes(tensor)
     _, heads, page_size, head_dim = tensor.shape
-    is_packed = arguments.cu_seqlens_q is not None
-    length = kv_len(table.shape, page_size, is_packed=is_packed)
+    length = -1
+    if not is_batch(arguments):
+        is_packed = arguments.cu_seqlens_q is not None
+        length = kv_len(table.shape, page_size, is_packed=is_packed)
     return (arguments.query.shape[0], heads, length, head_dim)
 
 

@@ -43,6 +43,9 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
+    query_scale: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
     variant: AttentionVariant = PLAIN
     entry_point: str = "sdpa"
     """Entry point that the model called."""
@@ -181,10 +184,13 @@ def intercept(
 
 
 @contextlib.contextmanager
-def observe(observer: Observer, mark: Callable[[], None] = lambda: None) -> Iterator[None]:
+def observe(
+    observer: Observer, mark: Callable[[], None] = lambda: None, *, eagerly: bool = True
+) -> Iterator[None]:
     """Call `observer` after every SDPA call, in a third of the time that `intercept` takes.
 
-    `mark` is called before each call, after it, and after `observer`.
+    `mark` is called before each call, after it, and after `observer`. If `eagerly`, compiled
+    modules run eagerly, so that their SDPA calls are seen.
 
     `nn.MultiheadAttention` stays on its fused fast path, because its other path is not
     bit-identical.
@@ -193,7 +199,7 @@ def observe(observer: Observer, mark: Callable[[], None] = lambda: None) -> Iter
         RuntimeError: another interception is active.
     """
     replacing = functools.partial(_observed, observer, mark)
-    with _intercepted(replacing, eagerly=True, keeps_fast_path=True):
+    with _intercepted(replacing, eagerly=eagerly, keeps_fast_path=True):
         yield
 
 

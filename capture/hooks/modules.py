@@ -127,6 +127,9 @@ class ModuleTracker:
         running = self.running
         stack = running.stack
         site = stack[-1][1] if stack else outside()
+        if _named.site is not None:
+            module, phase = _named.site
+            return site._replace(module=module, phase=phase)
         watched = running_forward(self._find)
         if watched is not None and watched.path != site.module:
             site = site._replace(module=watched.path)
@@ -231,6 +234,26 @@ class ModuleTracker:
                 receiver.inputs(site, args, kwargs)
             for each in self.outermost:
                 each.enter(watched, site)
+
+
+class _Named(threading.local):
+    site: tuple[str, str] | None = None
+
+
+_named = _Named()
+
+
+@contextlib.contextmanager
+def named_site(module: str, phase: str) -> Iterator[None]:
+    """Attribute this thread's calls in the `with` block to a layer and a phase.
+
+    An engine knows them, while compiled code runs no module, and a batch may mix phases.
+    """
+    outer, _named.site = _named.site, (module, phase)
+    try:
+        yield
+    finally:
+        _named.site = outer
 
 
 def outside() -> CallSite:

@@ -3,6 +3,7 @@
 - `denoise`: the module's forward takes a time step.
 - `decode`: a language model reads at most `FEW` tokens, and its cache already holds tokens.
 - `prefill`: any other forward pass of a language model, including later chunks of a prompt.
+- `extend`, `mixed`: passes of a batch of requests (`capture.hooks.batch_phase`).
 - `encode`: any other module runs, including an encoder inside a language model.
 - `recompute`: a backward pass runs the module again (gradient checkpointing).
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from capture.hooks.attributes import attribute
+from capture.hooks.batch_phase import CACHING, phase_of_lengths
 
 RECOMPUTE = "recompute"
 
@@ -74,7 +76,7 @@ class ModuleRole:
         """
         if outer != "denoise" and self.time_step(args, kwargs) is not None:
             return "denoise"
-        if outer in ("prefill", "decode"):
+        if outer in CACHING:
             return "encode" if self.encodes else None
         if outer in (None, "encode") and not self.encodes:
             caches = (_given(name, place, args, kwargs) for name, place in self.caches.items())
@@ -92,10 +94,8 @@ class ModuleRole:
         self, cache: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int
     ) -> str:
         tokens = self._new_tokens(args, kwargs)
-        longest = kwargs.get("max_length_q")
-        if isinstance(longest, int) and kwargs.get("cache") is not None:
-            # Continuous batching packs sequences that read a prompt with others that decode.
-            return "decode" if longest == 1 else "prefill"
+        if kwargs.get("cache") is not None and kwargs.get("cu_seq_lens_q") is not None:
+            return _batch_phase(**kwargs)
         if cache is not None:
             # For cross-attention, the cache holds the encoder's states, not tokens.
             crosses = self.is_cross_attention and kwargs.get("key_value_states") is not None
@@ -205,6 +205,21 @@ def _can_generate(module: nn.Module) -> bool:
         return bool(getattr(module, "can_generate", lambda: False)())
     except Exception:  # the model's own classes may raise
         return False
+
+
+def _batch_phase(
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | Mapping[str, Tensor],
+    max_length_q: int,
+    **others: Any,
+) -> str:
+    """Return the phase of a pass of transformers' continuous batching, which packs sequences."""
+    if cu_seq_lens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "decode" if max_length_q == 1 else "prefill"  # lengths cannot be read
+    starts_k = cu_seq_lens_k
+    if isinstance(starts_k, Mapping):  # by kind of layer; a window leaves some of the old keys
+        starts_k = next(iter(starts_k.values()))
+    return phase_of_lengths(cu_seq_lens_q.diff().tolist(), starts_k.diff().tolist())
 
 
 def _tokens_in(cache: Any, layer: int | None, *, crosses: bool) -> int:

@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import (
 
 from capture.errors import reraise_from_signal_handler
 from capture.hooks.autocast import is_any_enabled
-from capture.hooks.interceptor import is_counted
+from capture.hooks.entry_points import vllm
+from capture.hooks.interceptor import calls_handled, is_counted
 from capture.hooks.modules import CallSite, ModuleTracker, WatchedModule
 from capture.hooks.phases import RECOMPUTE
 
@@ -61,7 +62,8 @@ class SampledStep:
     """Watches the first forward pass of each outermost module in each phase.
 
     Outputs have the same bits as without it. A pass is not watched while the program's own dispatch
-    modes, a tracer or `torch.func` are active, or autocast in inference mode.
+    modes, a tracer or `torch.func` are active, or autocast in inference mode, and never inside
+    vLLM, whose compiled code would run eagerly.
     """
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -70,7 +72,8 @@ class SampledStep:
         self._tracker = tracker
         self._sampled: set[tuple[str, str]] = set()
         self._thread = threading.local()
-        tracker.outermost.append(self)
+        if not vllm.serves(each.module for each in tracker.watched):
+            tracker.outermost.append(self)
 
     def enter(self, watched: WatchedModule, site: CallSite) -> None:
         """Begin to watch a forward pass of an outermost module, if it is the first."""
@@ -134,8 +137,10 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        handled = calls_handled()
         output = self._run(func, args, kwargs or {})
-        if not is_counted():
+        # An engine's operator may be written in Python and call an entry point.
+        if not is_counted() and calls_handled() == handled:
             try:
                 given = [*args, *kwargs.values()] if kwargs else args
                 self._mark(_kind(func), func, [*_tensors(given)], [*_tensors((output,))])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from capture.call.batch import Batch
 from capture.errors import reason_of, reraise_from_signal_handler
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.first_nonfinite import FirstNonfinite
@@ -178,7 +179,7 @@ class CallRecorder:
                 is_padded = arguments.seqused_k is not None
                 self._nonfinite.attention(site, *arguments[:4], output=output, is_padded=is_padded)
             packed = arguments.cu_seqlens_q
-            like = (
+            like: tuple[object, ...] = (
                 site.module,
                 site.phase,
                 *(tensor.shape for tensor in arguments[:3]),
@@ -188,13 +189,15 @@ class CallRecorder:
                 None if table is None else table.shape,
                 arguments.sinks is None,
                 arguments.seqused_k is None,
+                arguments.key_scale is None,
                 arguments[5:8],
                 *arguments[-6:],
                 type(arguments.query),
                 is_transformed(arguments.query),
             )
+            batch = self.seen.batch(site, arguments)
             group = self.seen.groups.get(like) or self.seen.find(like, site, arguments, None)
-            self._count_and_offer(group, site, arguments, None, output, function)
+            self._count_and_offer(group, site, arguments, None, output, function, batch)
         except Exception as error:
             reraise_from_signal_handler(error)
             self._tell(f"an attention call could not be recorded: {reason_of(error)}")
@@ -208,10 +211,13 @@ class CallRecorder:
         dtype: torch.dtype | None,
         output: Tensor,
         function: Callable[..., Tensor],
+        batch: Batch | None = None,
     ) -> None:
         """Count a call that autocast casts to `dtype`, and store it if the sampler wants it."""
         index, sampler = self._next_index(), self._context.sampler
         group.count.calls += 1
+        if batch is not None:
+            self.seen.census.add_batch(site.phase, group.count, batch)
         group.count.last_step = max(group.count.last_step, site.step)
         if self._context.rank is not None:
             self.seen.visit(site)
@@ -220,14 +226,17 @@ class CallRecorder:
         # The lock is held until the copies are queued, so that files change in decision order.
         with self.lock:
             changes = sampler.changes
-            seeks, is_wanted = self._seeks_nonfinite, sampler.wants(group.place, site.step)
+            size = None if batch is None else batch.size
+            seeks, is_wanted = self._seeks_nonfinite, sampler.wants(group.place, site.step, size)
             self._searched += seeks
             if not is_wanted:
                 group.refused_step, group.refused_at = site.step, changes
             if (seeks or is_wanted) and not self.is_closed:
                 with outside_of_modes():
                     given = cast(arguments, dtype)
-                    self.kept.store(index, site, group, given, output, function, seeks, is_wanted)
+                    self.kept.store(
+                        index, site, group, given, output, function, seeks, is_wanted, size
+                    )
 
     @property
     def _seeks_nonfinite(self) -> bool:

@@ -40,7 +40,7 @@ def difficulty(call: AttentionCall) -> Tensor:
     uses no random numbers and not SDPA, and waits for the device only for pages.
     """
     with torch.autocast(call.device.type, enabled=False):
-        call = call.without_pages()
+        call = call.without_pages().without_scales()
         batch = _evenly(call.query.shape[0], BATCH, call.device)
         rows = _evenly(call.query.shape[2], QUERIES, call.device)
         columns = _evenly(call.key.shape[2], KEYS, call.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import numbers_of_heads
 from capture.call.strides import picked
 
 
@@ -36,8 +37,8 @@ def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> 
         key=key,
         value=_picked(call.value, kv_heads) if value is None else value,
         attn_mask=mask if mask is None or mask.shape[1] == 1 else _picked(mask, heads),
-        sinks=None if call.sinks is None else call.sinks[list(heads)],
         output=None if call.output is None else _picked(call.output, heads),
+        **numbers_of_heads(call.tensors(), list(heads), list(kv_heads)),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import Origin
+from capture.call.batch import BatchSize
 from capture.call.nonfinite import nonfinite_tensors
 from capture.errors import InvalidCall, reason_of, reraise_from_signal_handler
 from capture.hooks.backends import disabled_backends, function_or_backend
@@ -62,12 +63,14 @@ class KeptCalls:
         sdpa: Callable[..., Tensor],
         seeks_nonfinite: bool = False,
         is_wanted: bool = True,
+        size: BatchSize | None = None,
     ) -> None:
         """Store a call that the sampler wants, if the call has values and fits the limits.
 
         Args:
             seeks_nonfinite: True to look for NaN and infinity, and store a call that has some.
             is_wanted: False to store the call only if it has NaN or infinity.
+            size: figures of an inference engine's batch.
         """
         writer, counts, context = self.writer, self._counts, self._context
         assert writer is not None
@@ -128,6 +131,7 @@ class KeptCalls:
             nbytes,
             call.origin.difficulty,
             bool(call.origin.nonfinite),
+            size,
         )
         drop = context.sampler.offer(offered)
         counts.refused_for_bytes = context.sampler.refused_for_bytes

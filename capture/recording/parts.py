@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from capture.call.head_ranges import ranges
+from capture.call.per_head import PER_HEAD
 from capture.call.splits import SPLITS
 from capture.errors import CaptureError
 from capture.hooks.interceptor import Arguments
@@ -145,9 +146,9 @@ def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, RankPar
     by_heads = [dim for dim, place in enumerate(placements) if place.is_shard(_HEADS)]
     for name, tensor in given.items():
         for mesh_dim, placement in enumerate(tensor.placements):
-            heads = 0 if name == "sinks" else _HEADS
+            heads = 0 if name in PER_HEAD else _HEADS
             of_heads = mesh_dim in by_heads and placement.is_shard(heads)
-            of_batch = placement.is_shard(0) and name != "sinks"
+            of_batch = placement.is_shard(0) and name not in PER_HEAD
             if not (placement.is_replicate() or of_batch or of_heads):
                 return None
     if len(by_heads) > 1 or query.ndim != 4:

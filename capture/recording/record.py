@@ -10,7 +10,7 @@ from typing import Any
 
 from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
-from capture.hooks.entry_points import follow_entry_points
+from capture.hooks.entry_points import follow_entry_points, vllm
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.recording.context import RecordingContext
@@ -69,7 +69,8 @@ def record(
         modules: comma-separated globs of the module paths whose calls may be stored (default: a
             pipeline's denoisers, that is, all components that take a time step; without denoisers,
             every watched module).
-        phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
+        phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`; of a
+            batch of requests also `extend` or `mixed`.
         steps: with `per-layer`, store a call of each module at each of these denoising steps, which
             begin at 0 (default: one step of each module).
         heads: store only these query heads, from 0, and the key/value heads that they attend to.
@@ -167,7 +168,9 @@ def record(
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
-        stack.enter_context(observe(recording.calls.observer(), recording.calls.mark))
+        eagerly = not vllm.serves(each.module for each in tracker.watched)
+        observed = observe(recording.calls.observer(), recording.calls.mark, eagerly=eagerly)
+        stack.enter_context(observed)
         stack.enter_context(follow_entry_points(recording.calls.handle))
         # Runs first at the exit, so that the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))

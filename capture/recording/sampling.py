@@ -23,6 +23,9 @@ always spread evenly over the calls seen so far:
 - A call replaces one of its stratum only if its layer is needed at least as much: fewer kept calls
   are in the layer, or the gap between kept layers around it is at least as large.
 
+The batches of an inference engine are spread over their figures instead: of a stratum that loses a
+call, one of the two nearest batches is dropped (`capture.recording.batch_choice`).
+
 With N calls on an axis of T positions, the smallest gap that a removal leaves is at most twice the
 even gap, (T + 1) / (N + 1), so no gap between kept steps or layers, ends included, exceeds this.
 
@@ -40,13 +43,15 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from capture.call.batch import BatchSize
+from capture.recording.batch_choice import Candidate, redundant
 from capture.text.limits import natural, positive
 
 PER_LAYER = "per-layer"
 SAMPLES = "spread, hard, first or every:N (N at least 1)"
 
 DENOISE = "denoise"
-PHASES = (DENOISE, "prefill", "decode", "encode")
+PHASES = (DENOISE, "prefill", "extend", "decode", "mixed", "encode")
 """Phases of a forward pass whose calls may be stored (`capture.hooks.phases`)."""
 
 
@@ -88,6 +93,8 @@ class OfferedCall(NamedTuple):
     """Difficulty of the call; None if the sampler does not need it or it cannot be computed."""
     is_nonfinite: bool = False
     """True if the call is known to have NaN or infinity."""
+    size: BatchSize | None = None
+    """Figures of an inference engine's batch; None for other calls."""
 
 
 @dataclass
@@ -127,10 +134,13 @@ class Sampler:
             self.changes += 1
         return SamplePlace(found, module, found.layers[module])
 
-    def wants(self, place: SamplePlace, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int, size: BatchSize | None = None) -> bool:
         """Return whether the sampler wants to be offered the next call.
 
         If the result is False, it stays the same for this place and step until `changes` grows.
+
+        Args:
+            size: figures of an inference engine's batch; None for other calls.
         """
         return self.kept < self.max_calls
 
@@ -176,7 +186,7 @@ class EverySampler(Sampler):
     every: int = 1
     _seen: int = 0
 
-    def wants(self, place: SamplePlace, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int, size: BatchSize | None = None) -> bool:
         self._seen += 1
         self.changes += 1  # so that `wants` is called for every call
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
@@ -193,7 +203,7 @@ class PerLayerSampler(Sampler):
 
     _of_layer: dict[tuple[Hashable, ...], OfferedCall] = field(default_factory=dict)
 
-    def wants(self, place: SamplePlace, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int, size: BatchSize | None = None) -> bool:
         earlier = self._of_layer.get(self._layer(place, step))
         if earlier is None:
             is_named = step in self.steps or not self._has_steps(place)
@@ -240,7 +250,7 @@ class HardSampler(Sampler):
     is_final: ClassVar[bool] = False
     by_difficulty: ClassVar[bool] = True
 
-    def wants(self, place: SamplePlace, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int, size: BatchSize | None = None) -> bool:
         return True
 
     def _victim(self, call: OfferedCall) -> OfferedCall | None:
@@ -318,18 +328,23 @@ class SpreadSampler(Sampler):
     _ranked: list[DropRank] = field(default_factory=list)
     """Ranks of the kept calls, in order."""
 
-    def wants(self, place: SamplePlace, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int, size: BatchSize | None = None) -> bool:
         if step > self._last_step:
             self._last_step = step
             self.changes += 1
         place.stratum.enter(step)
         if self.kept < self.max_calls:
             return True
-        return self._victim(OfferedCall(-1, place, step, nbytes=0)) is not None
+        layers = len(place.stratum.layers)
+        if size is not None and place.layer != _drawn("", step) % layers:
+            return False  # the layers of a step have the same batch, whose copies may be large
+        return self._victim(OfferedCall(-1, place, step, nbytes=0, size=size)) is not None
 
     def _victim(self, call: OfferedCall) -> OfferedCall | None:
         if self._ranked_at != self.changes:
             self._rank()
+        if call.size is not None:
+            return self._redundant(call)
         stratum, layer = call.place.stratum, call.place.layer
         own = self._steps.room(call.step)[:2]
         largest = max([self._sizes[stratum] + 1, *self._sizes.values()])
@@ -357,6 +372,18 @@ class SpreadSampler(Sampler):
             if (needed, limit) > (freed, crowded):
                 return kept
         return None
+
+    def _redundant(self, call: OfferedCall) -> OfferedCall | None:
+        """Return the kept call that a new batch replaces, or None if it is the new one itself."""
+        own, (largest, most) = call.place.stratum, self._sizes.most_common(1)[0]
+        crowded = own if self._sizes[own] + 1 >= most else largest
+        droppable = [self.calls[rank.call_index] for rank in self._ranked]
+        calls = [each for each in droppable if each.place.stratum is crowded]
+        if crowded is own:
+            calls.append(call)
+        batches = [Candidate(each.size, each.place.layer) for each in calls if each.size]
+        dropped = calls[redundant(batches) if len(batches) > 1 else 0]
+        return None if dropped is call else dropped
 
     def _rank(self) -> None:
         """Rank the kept calls."""

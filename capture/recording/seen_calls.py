@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from capture.call.batch import Batch, is_batch
 from capture.hooks.census import CallCount, Census
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import CallSite, matches
 from capture.hooks.phases import RECOMPUTE
-from capture.recording.call_builder import why_never_stored
+from capture.recording.call_builder import why_never_stored, why_not_copied
 from capture.recording.context import RecordingContext
 from capture.recording.sampling import SamplePlace
 from capture.storage.capture_record import CaptureRecord
@@ -48,6 +49,10 @@ class SeenCalls:
         self._places: dict[CallCount, SamplePlace | None] = {}
         self._context = context
         self._lock = lock
+        self._latest: tuple[int, Tensor | None, Tensor | None] = (-1, None, None)
+        """Step and lengths, as tensors, of the latest batch of an inference engine."""
+        self._batches: dict[int | None, Batch | None] = {}
+        """The latest batch, by the window of the layer."""
         self._visits: dict[str, list[int]] = {}
         """Forward index of each module's latest call, and the call's position in this pass."""
 
@@ -60,6 +65,26 @@ class SeenCalls:
     def position(self, site: CallSite) -> int:
         """Return the position of a module's latest call in its forward pass, from 0."""
         return self._visits[site.module][1]
+
+    def batch(self, site: CallSite, arguments: Arguments) -> Batch | None:
+        """Return the lengths of an inference engine's batch; None for other calls.
+
+        The layers of a step pass the same tensors, so only one of them waits for the GPU.
+        """
+        if not is_batch(arguments):
+            return None
+        with self._lock:
+            step, starts, lengths = self._latest
+            is_same = starts is arguments.cu_seqlens_q and lengths is arguments.seqused_k
+            if not (is_same and step == site.step):
+                self._latest = site.step, arguments.cu_seqlens_q, arguments.seqused_k
+                self._batches = {}
+            left, _ = arguments.variant.window
+            if left not in self._batches:
+                with outside_of_modes():
+                    is_unreadable = why_not_copied(arguments)
+                    self._batches[left] = None if is_unreadable else Batch.of(arguments)
+            return self._batches[left]
 
     def find(
         self,

@@ -178,3 +178,12 @@ def _check_census(census: dict[str, Any]) -> None:
             raise ValueError("a row of the census ends before its first step")
         if not 0 <= required(row, "signature", int) < len(signatures):
             raise ValueError("a row of the census names a missing signature")
+    for batch in required({"batches": [], **census}, "batches", list[Any]):
+        required(batch, "phase", str)
+        queries, keys = (required(batch, name, list[int]) for name in ("queries", "keys"))
+        if len(queries) != len(keys) or min((*queries, *keys), default=0) < 0:
+            raise ValueError("a batch of the census has lengths that no batch has")
+        if required(batch, "calls", int) < 1:
+            raise ValueError("a batch of the census counts no call")
+        if not 0 <= required(batch, "signature", int) < len(signatures):
+            raise ValueError("a batch of the census names a missing signature")

@@ -12,6 +12,7 @@ from torch import Tensor
 from capture.call import pages
 from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin
 from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, AttentionVariant
+from capture.call.per_head import SCALES
 from capture.call.shape import Shape
 from capture.call.strides import Layout
 from capture.storage.json_data import fields_of, required, with_names
@@ -28,6 +29,7 @@ bytes. The first tokens in a cache for 32,768 tokens have gaps of a gigabyte."""
 
 _NUMBERS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _LENGTHS = {"int32", "int64"}
+_IN_8_BITS = {"float8_e4m3fn", "float8_e5m2", "int8"}
 _DIMENSIONS = {1: "one dimension", 2: "two dimensions"}
 _DTYPES = {
     "attn_mask": _NUMBERS | {"bool"},
@@ -35,6 +37,7 @@ _DTYPES = {
     "cu_seqlens_k": _LENGTHS,
     "seqused_k": _LENGTHS,
     "page_table": _LENGTHS,
+    **{name: {"float32"} for name in SCALES.values()},
 }
 
 
@@ -73,8 +76,8 @@ class CallHeader:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the query, such as `bfloat16`."""
-        return self.dtypes["query"]
+        """Dtype of the output, such as `bfloat16` (`AttentionCall.dtype`)."""
+        return "bfloat16" if "query_scale" in self.layouts else self.dtypes["query"]
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallHeader:
@@ -168,8 +171,9 @@ class CallHeader:
         if names != self.dtypes.keys():
             return f"dtypes of {sorted(self.dtypes)} for tensors {sorted(names)}"
         for name, dtype in self.dtypes.items():
-            if dtype not in _DTYPES.get(name, _NUMBERS):
-                return f"{name} of dtype {dtype[:40]!r}"
+            is_scaled = SCALES.get(name) in names
+            if dtype not in (_IN_8_BITS if is_scaled else _DTYPES.get(name, _NUMBERS)):
+                return f"{name} of dtype {dtype[:40]!r}{' with a scale' if is_scaled else ''}"
         sizes = {name: layout.size for name, layout in self.layouts.items()}
         # A size of 0 must not hide the product of the others.
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
@@ -212,9 +216,12 @@ class CallHeader:
             if size[:-dimensions] != (1,) * (4 - dimensions):
                 return f"{name} of shape {size}: it has {_DIMENSIONS[dimensions]}"
         lengths = {name: size[3] for name, size in given.items()}
-        batch, q_heads = self.shape[:2]
+        batch, q_heads, kv_heads = self.shape[:3]
         if lengths.get("sinks", q_heads) != q_heads:
             return f"{lengths['sinks']} sinks for {q_heads} query heads"
+        for name in SCALES.values():
+            if lengths.get(name, kv_heads) != kv_heads:
+                return f"{name} of {lengths[name]} numbers for {kv_heads} key/value heads"
         packed = {"cu_seqlens_q", "cu_seqlens_k"} & given.keys()
         needed = {"cu_seqlens_q"} if self.is_paged else {"cu_seqlens_q", "cu_seqlens_k"}
         if packed and (packed != needed or batch != 1):

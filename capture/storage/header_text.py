@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 
 from capture.call.attention_variant import VARIANT_TENSORS
+from capture.call.per_head import SCALES, scaled_text
 from capture.call.strides import Layout
 from capture.storage.header import CallHeader
 
 
 def mask_text(header: CallHeader) -> str:
     """Describe the mask and the options: `causal`, `bool mask 1×1×64×64 = window 15/0`."""
-    asked = [str(header.variant), *(name for name in VARIANT_TENSORS if name in header.layouts)]
+    tensors = [name for name in VARIANT_TENSORS if name in header.layouts]
+    asked = [str(header.variant), *(name for name in tensors if name not in SCALES.values())]
     if header.is_paged:
         pool, _, page_size, _ = header.layouts["key"].size
         asked = [f"{pool} pages of {page_size}" if each == "page_table" else each for each in asked]
+    asked.append(scaled_text(header.layouts, header.dtypes["key"]))
     if header.value_in_key:
         asked.append(f"value = {header.value_in_key} columns of key")
     if "attn_mask" not in header.layouts:

@@ -140,7 +140,7 @@ def mask_block(mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice)
 
 def largest_scores(call: AttentionCall) -> Tensor:
     """Return the largest |q·k| among the keys that each row sees: (B, Hq, Sq) in float32."""
-    call = call.without_pages()
+    call = call.without_pages().without_scales()
     largest = torch.zeros(call.query.shape[:3], device=call.device)
     if not call.shape.kv_len:
         return largest

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import numbers_of_heads
 from replay.accuracy.reference import weights
 from replay.accuracy.thresholds import QuantisedThresholds
 
@@ -189,20 +190,24 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
         mask = mask if mask.shape[0] == 1 else mask[batch : batch + 1]
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
     used, packed = call.seqused_k, call.cu_seqlens_q is not None
-    key, value = (
-        tensor[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32)
-        for tensor in (call.key, call.value)
-    )
+    batches, kv_heads = slice(batch, batch + 1), slice(kv_head, kv_head + 1)
+    stored = {
+        "query": call.query[batches, heads],
+        "key": call.key[batches, kv_heads],
+        "value": call.value[batches, kv_heads],
+        **numbers_of_heads(call.tensors(), heads, kv_heads),
+    }
+    part = call.with_tensors(stored).without_scales()
+    query, key, value = (each.to(torch.float32) for each in (part.query, part.key, part.value))
     if used is not None and not packed:  # unused keys could be NaN, which would enter every scale
         is_key = torch.arange(key.shape[2], device=key.device)[:, None] < used[batch]
         key, value = (tensor.where(is_key, 0.0) for tensor in (key, value))
     return replace(
-        call,
-        query=call.query[batch : batch + 1, heads].to(torch.float32),
+        part,
+        query=query,
         key=key,
         value=value,
         attn_mask=mask,
-        sinks=None if call.sinks is None else call.sinks[heads],
         seqused_k=None if used is None else used if packed else used[batch : batch + 1],
         output=None,
     )

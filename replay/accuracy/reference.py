@@ -10,6 +10,8 @@ file and the kernels do not import each other. Semantics are those of torch's ma
 - A query whose keys are all masked gets zeros.
 - Dropout is ignored.
 
+Query, key and value are the true values of a call with scales (`capture.call.per_head`).
+
 A key that a query does not see contributes nothing to it, whatever its values
 (`replay.accuracy.nonfinite`). Torch's math backend returns NaN there, if a hidden key or value is
 NaN or infinite.
@@ -32,6 +34,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
 from capture.call.nonfinite import is_finite
+from capture.call.per_head import numbers_of_heads, true_values
 from replay.accuracy.nonfinite import mask_block, visible_keys
 
 CPU_BLOCK = 2**20
@@ -244,11 +247,13 @@ def _weights_of_heads(
     count = heads.stop - heads.start
     # The scale is split between Q and K, as torch does, so that float16 scores do not overflow.
     root = math.sqrt(abs(call.softmax_scale))
-    key, value = (tensor[batch, kv_heads].to(dtype) for tensor in (call.key, call.value))
+    numbers = numbers_of_heads(call.tensors(), heads, kv_heads)
+    key = true_values(call.key[batch, kv_heads], numbers.get("key_scale"), dtype)
+    value = true_values(call.value[batch, kv_heads], numbers.get("value_scale"), dtype)
     key = key if scale_scores else key * root
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
-    sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
+    sinks = None if call.sinks is None else numbers["sinks"].to(dtype)
     is_odd = not all(map(is_finite, (call.query[batch, heads], key, value)))
 
     rows_per_block = max(1, block_elements // (count * kv_len))
@@ -259,7 +264,7 @@ def _weights_of_heads(
             firsts, ends = (edges[rows] for edges in span.of(batch))
             keys = _union(firsts, ends) or slice(0, 1)
             block_value = value[:, keys]
-        query = call.query[batch, heads, rows].to(dtype)
+        query = true_values(call.query[batch, heads, rows], numbers.get("query_scale"), dtype)
         query = query if scale_scores else query * signed_root
         scores = _product(query, key[:, keys].mT)
         if scale_scores:

@@ -106,7 +106,9 @@ class Thresholds:
         try:
             tables = read_tables(path)
         except OSError as error:
-            raise ThresholdsError(f"cannot read {path}: {error.strerror}") from error
+            raise ThresholdsError(
+                f"cannot read {path}: {error.strerror}; name a TOML file"
+            ) from error
         except ValueError as error:
             raise ThresholdsError(f"{path} is not TOML: {error}") from error
         return cls.from_tables(tables, path)

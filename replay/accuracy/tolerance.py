@@ -128,9 +128,10 @@ def tolerance(
     shared = SHARED_NOISE
     if call.dtype.itemsize >= 4:
         shared = SHARED_NOISE_OF_SUMS
-        terms = _terms_of_a_sum(call)
+        true = call.without_scales()
+        terms = _terms_of_a_sum(true)
         noise *= terms
-        rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(call.value) * terms
+        rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(true.value) * terms
     noise *= _noise_of_large_scores(call, same_dtype_outputs[0], reference)
     weight = lengths.mul_(noise)
     eager = [_eager_errors(output, reference, noise, weight) for output in same_dtype_outputs]
@@ -155,13 +156,14 @@ def tolerances_of_heads(
     lengths = torch.linalg.vector_norm(exact, dim=-1)
     noise = rounding_noise(lengths, spread, call, exact.shape[3])
     if call.dtype.itemsize >= 4:
+        true = call.without_scales()
         query_norm, key_norm = (
             _largest_finite_of_heads(torch.linalg.vector_norm(tensor, dim=-1)).to(exact)
-            for tensor in (call.query, call.key)
+            for tensor in (true.query, true.key)
         )
         terms = math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
         noise *= terms[:, None]
-        values = _largest_finite_of_heads(call.value).to(exact)
+        values = _largest_finite_of_heads(true.value).to(exact)
         rounding += torch.finfo(call.dtype).eps / 2 * values * terms
     noise *= _noise_of_large_scores(call, same_dtype_outputs[0], exact)
     errors = [_largest_finite_of_heads(output.to(exact) - exact) for output in same_dtype_outputs]

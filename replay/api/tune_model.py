@@ -72,7 +72,8 @@ def tune(
             for every kernel.
         out: file of the plan.
         max_time: seconds after which comparing and searching stop; the best plan so far is kept.
-        rounds: samples per kernel and call.
+            Calls that were not compared are planned like the nearest compared call.
+        rounds: samples per kernel and form of call, divided over its calls.
         name: name of the model in the plan; None for its class name.
         progress: False to hide progress and hints on stderr.
 

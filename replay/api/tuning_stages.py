@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +26,7 @@ from replay.tune.tuning import Tuning
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from capture.storage.call_file import FileEntry
     from capture.storage.capture_record import CaptureRecord
     from replay.end_to_end.model_check import ModelResult
     from replay.plan.plan import Plan
@@ -61,10 +63,13 @@ class Stages:
     quiet: bool
     runs: JudgedRuns
     _left_out: str = field(default="", init=False)
-    """Description of the calls and kernels that there was no time to compare."""
+    """Description of the calls and kernels that there was no time to compare, and that no compared
+    call stands for."""
 
     def result(self) -> Tuning:
         """Run all stages; return the plan, or the reason why there is none."""
+        from replay.tune.compared_calls import with_nearest
+
         search, accept = self._judges()
         self._say("running the model twice with its own attention")
         with self._shown(search, 2):
@@ -77,7 +82,11 @@ class Stages:
                 f"can save {LEAST_SAVED:.0%} of a run"
             )
         rows = self.compared(capture)
-        planner, low, high = planner_of(capture, rows)
+        entries = self._recorded()
+        planned = with_nearest(rows, entries)
+        if {entry.path.stem for entry in entries} <= {row.call.name for row in planned}:
+            self._left_out = ""
+        planner, low, high = planner_of(capture, planned)
         ceiling = planner(high).saved_ms / run_ms
         if ceiling < LEAST_SAVED:
             return self._too_little(ceiling, run_ms, rows, share)
@@ -144,6 +153,7 @@ class Stages:
         """
         from replay.api.measured_rows import Rows
         from replay.rows.row_files import read_jsonl, save_jsonl, write_jsonl
+        from replay.tune.compared_calls import rounds_of_a_call
 
         with contextlib.suppress(FileNotFoundError):
             before, _ = read_jsonl(self.files.rows)
@@ -156,7 +166,7 @@ class Stages:
         request = ReplayRequest(
             RecordedCalls(str(self.files.recording)),
             self.kernels,
-            MeasureChoice(rounds=self.rounds, for_model=True),
+            MeasureChoice(rounds=rounds_of_a_call(self._recorded(), self.rounds), for_model=True),
             RunPlace(device=self._device(capture)),
             left,
             resume=self.files.rows,
@@ -169,10 +179,15 @@ class Stages:
             outcome = session.outcome()
         self._left_out = outcome.left_out
         if outcome.left_out:
-            self._say(outcome.left_out)
+            self._say(f"{outcome.left_out}: these are planned like the nearest compared call")
         named = {kernel.name for kernels in session.assigned.values() for kernel in kernels}
         # Plans made here may run code, but a resumed file may name code that the user did not.
         return Rows(row for row in outcome.rows if ".py:" not in row.kernel or row.kernel in named)
+
+    def _recorded(self) -> list[FileEntry]:
+        from capture.storage.dataset import Dataset
+
+        return Dataset.open(str(self.files.recording)).entries
 
     def _device(self, capture: CaptureRecord) -> str | None:
         """Return the device that the model runs on; None for any GPU if it is offloaded."""
@@ -237,42 +252,26 @@ class Stages:
         self, capture: CaptureRecord, rows: list[Row], plan: Plan, run_ms: float
     ) -> list[ModelResult]:
         """Measure a plan beside the model's own attention; return the results of both."""
-        from replay.bench.reported_stages import DONE
-        from replay.distribution.pace import Pace
         from replay.end_to_end.live_model import LiveModel
-        from replay.end_to_end.model_check import MOST_ROUNDS, ROUNDS_SECONDS, check, own_kernel_of
+        from replay.end_to_end.model_check import affordable_rounds, check, own_kernel_of
         from replay.end_to_end.model_process import Variant
-        from replay.report.progress import shown_pace
+        from replay.end_to_end.run_pace import RunPace
+        from replay.report.progress import shown_runs
         from replay.rows.row import KernelId
-        from replay.timing.defaults import MINIMUM_ROUNDS
 
         plan.save(self.files.plan)
         name = self.files.path.stem
-        rounds = min(MOST_ROUNDS, max(int(1000 * ROUNDS_SECONDS / run_ms), MINIMUM_ROUNDS))
-        own = own_kernel_of(rows)
-        variants = 2 if own is None else 3
-        # A first run of each, a run that counts calls, the rounds, and runs that time each call.
-        runs = variants * (rounds + 2) + 1
-        pace = Pace({f"run {number}": 1.0 for number in range(1, runs + 1)})
-        names = iter(pace.expected)
         live = replace(self.runnable, run=self._run_once, outputs=_Named)
-        with shown_pace(pace, "measuring the plan", quiet=self.quiet) as report:
-            at = next(names)
-
-            def ran() -> None:
-                nonlocal at
-                report(at, DONE)
-                at = next(names, at)
-
-            model = LiveModel(live, lambda stage: report(at, stage), ran)
+        pace = RunPace()
+        with shown_runs(pace, "measuring the plan", quiet=self.quiet):
             checks = check(
                 capture,
                 rows,
                 [Variant(name, plan=self.files.plan, trust_code=True)],
-                model,
-                rounds=rounds,
+                LiveModel(live, pace),
+                rounds=affordable_rounds(run_ms / 1000),
                 kernel_at={name: lambda *where: KernelId(plan.kernel_at(*where))},
-                own_kernel=own,
+                own_kernel=own_kernel_of(rows),
             )
         text = "".join(json.dumps(as_json(each)) + "\n" for each in checks)
         with self.files.opened(self.files.checks, "w") as file:
@@ -307,28 +306,23 @@ class Stages:
     @contextlib.contextmanager
     def _shown(self, judge: Judge, times: int) -> Iterator[None]:
         """Show the progress of running every prompt a number of times."""
-        from replay.bench.reported_stages import DONE
-        from replay.distribution.pace import Pace
-        from replay.report.progress import shown_pace
+        from replay.end_to_end.run_pace import RunPace
+        from replay.report.progress import shown_runs
 
-        pace = Pace({f"run {number}": 1.0 for number in range(1, times * judge.runs + 1)})
-        names = iter(pace.expected)
-        with shown_pace(pace, "running the model", quiet=self.quiet) as report:
-            name = ""
+        pace = RunPace()
+        pace.expect(Counter({"run": times * judge.runs}))
 
-            def around(what: str, run: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-                nonlocal name
-                name = next(names, name)
-                report(name, what)
-                output = run()
-                report(name, DONE)
-                return output
+        def around(what: str, run: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+            pace.enter(what)
+            with pace.running("run"):
+                return run()
 
-            before, judge.around = judge.around, around
-            try:
+        before, judge.around = judge.around, around
+        try:
+            with shown_runs(pace, "running the model", quiet=self.quiet):
                 yield
-            finally:
-                judge.around = before
+        finally:
+            judge.around = before
 
     def _left(self) -> float:
         assert self.limit.seconds is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from capture.storage.dataset import Dataset
     from replay.end_to_end.model_check import ModelResult
     from replay.end_to_end.model_process import Variant
+    from replay.end_to_end.prediction import KernelAt
+    from replay.end_to_end.run_pace import RunPace
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Plan
     from replay.rows.row import KernelId, Row
@@ -84,6 +86,8 @@ def verify(
         >>> checks[1].measured["run"].speedup
     """
     from replay.api.chosen_device import device_of
+    from replay.end_to_end.run_pace import RunPace
+    from replay.report.progress import shown_runs
 
     request = ModelRequest(
         None if plan is None else os.fspath(plan),
@@ -116,10 +120,12 @@ def verify(
     troubles = []
     assigned = assignment_of(rows, names)
     pythons = interpreters(environments(env))
-    for result in check_models(models, rows, assigned, pythons, save_output=outputs):
-        found += result.checks
-        if result.trouble:
-            troubles.append(f"{result.model}: {result.trouble}")
+    pace = RunPace()
+    with shown_runs(pace, "starting the model", quiet=progress is False):
+        for result in check_models(models, rows, assigned, pythons, save_output=outputs, pace=pace):
+            found += result.checks
+            if result.trouble:
+                troubles.append(f"{result.model}: {result.trouble}")
     if troubles and not found:
         raise Error("; ".join(troubles))
     for trouble in troubles:
@@ -133,26 +139,41 @@ def check_models(
     assigned: Assignment,
     pythons: Mapping[str, str],
     *,
+    pace: RunPace,
     save_output: Path | None = None,
-    report: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[ModelChecks]:
     """Yield the checks of each model.
 
     Args:
         assigned: the kernels to run, by environment.
         pythons: the interpreters of the other environments.
-        report: function that is called with a description of each stage.
+        pace: receives each stage, and the time of each run.
     """
-    for capture, build in zip(models.captures, models.builds, strict=True):
-        model_rows = [row for row in rows if row.call.model == capture.model]
-        try:
-            checks = _checks(
-                models, capture, build, model_rows, assigned, pythons, save_output, report
+    from replay.end_to_end.model_check import MOST_ROUNDS
+    from replay.end_to_end.model_process import BASELINE
+    from replay.end_to_end.run_pace import expected_runs
+
+    works = [_work(models, capture, rows, assigned, pythons) for capture in models.captures]
+    expected = [
+        [
+            expected_runs(
+                [BASELINE.name, *(each.name for each in variants)],
+                models.request.model_rounds or MOST_ROUNDS,
+                is_new=True,
             )
+            for variants in work.groups
+        ]
+        for work in works
+    ]
+    for number, (work, build) in enumerate(zip(works, models.builds, strict=True)):
+        pace.left_by_process = [runs for later in expected[number:] for runs in later]
+        pace.model = model = work.capture.model
+        try:
+            checks = _checks(models, work, build, save_output, pace)
         except Error as error:
-            yield ModelChecks(capture.model, [], str(error))
+            yield ModelChecks(model, [], str(error))
             continue
-        yield ModelChecks(capture.model, checks)
+        yield ModelChecks(model, checks)
 
 
 def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
@@ -184,15 +205,44 @@ def as_json(checked: ModelResult) -> dict[str, Any]:
     return tree
 
 
-def _checks(
+class _Work(NamedTuple):
+    """Kernels and plan to run in a model."""
+
+    capture: CaptureRecord
+    rows: list[Row]
+    groups: list[list[Variant]]
+    """Variants of each process."""
+    failed: list[ModelResult]
+    """Results of the kernels that failed in the replay."""
+    kernel_at: dict[str, KernelAt]
+
+
+def _work(
     models: RecordedModels,
     capture: CaptureRecord,
-    build: dict[str, Any],
     rows: Sequence[Row],
     assigned: Assignment,
     pythons: Mapping[str, str],
+) -> _Work:
+    from replay.end_to_end.model_process import Variant
+
+    rows = [row for row in rows if row.call.model == capture.model]
+    groups, failed = _variants(rows, assigned, pythons, capture)
+    request = models.request
+    kernel_at: dict[str, KernelAt] = {}
+    if request.plan is not None and models.plan and models.plan.model == capture.model:
+        path = Path(request.plan)
+        groups[0].append(Variant(path.name, plan=path, trust_code=request.trust_code))
+        kernel_at[path.name] = partial(_planned, models.plan)
+    return _Work(capture, rows, groups, failed, kernel_at)
+
+
+def _checks(
+    models: RecordedModels,
+    work: _Work,
+    build: dict[str, Any],
     save_output: Path | None,
-    report: Callable[[str], None],
+    pace: RunPace,
 ) -> list[ModelResult]:
     """Check a recorded model; the first result is for the model's own attention.
 
@@ -201,36 +251,26 @@ def _checks(
         RunFailed: the model fails even with its own attention.
     """
     from replay.end_to_end.model_check import check, own_kernel_of
-    from replay.end_to_end.model_process import ModelProcess, Variant
+    from replay.end_to_end.model_process import ModelProcess
 
     request = models.request
-    groups, failed = _variants(rows, assigned, pythons, capture)
-
-    def reported(stage: str) -> None:
-        report(f"{capture.model}: {stage}")
-
-    kernel_at = {}
-    if request.plan is not None and models.plan and models.plan.model == capture.model:
-        path = Path(request.plan)
-        groups[0].append(Variant(path.name, plan=path, trust_code=request.trust_code))
-        kernel_at[path.name] = partial(_planned, models.plan)
     found: list[ModelResult] = []
-    for variants in groups:
-        process = ModelProcess(sys.executable, build, request.timeout, reported)
+    for variants in work.groups:
         checks = check(
-            capture,
-            rows,
+            work.capture,
+            work.rows,
             variants,
-            process,
+            ModelProcess(sys.executable, build, request.timeout, pace),
             rounds=request.model_rounds,
             text=models.text,
-            kernel_at=kernel_at,
-            own_kernel=own_kernel_of(rows),
+            kernel_at=work.kernel_at,
+            own_kernel=own_kernel_of(work.rows),
             save_output=save_output,
         )
+        pace.close_process()
         # Each process runs the baseline too; keep only the first baseline's result.
         found += checks[1:] if found else checks
-    return [*found, *failed]
+    return [*found, *work.failed]
 
 
 def _planned(plan: Plan, module: str, phase: str, kv_len: int, step: int) -> KernelId:

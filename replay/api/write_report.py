@@ -107,7 +107,9 @@ def stored_checks(path: Path) -> list[ModelResult]:
             raise ValueError("a line is not a check")
         return [_check(tree) for tree in found]
     except OSError as error:
-        raise RowsError(f"cannot read {path}: {error.strerror}") from error
+        raise RowsError(
+            f"cannot read {path}: {error.strerror}; name a file of `replay verify --checks`"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RowsError(
             f"{path} was not written by `replay verify --checks` of this version: give such a file"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import beyond
+from capture.call.batch import Batch
 from capture.errors import DatasetError
 from capture.hooks.backends import BACKENDS, chosen_backend
 from capture.storage.header import dtype_name
@@ -51,6 +52,16 @@ from replay.workloads.workload import Workload
 
 BEYOND_SDPA = ("torch-masked", "eager")
 """Kernels that models call for features that SDPA has no argument for."""
+
+ENGINES = {
+    "vllm-flash_attn": ("fa3-kvcache",),
+    "vllm-flash_attn_mla": ("fa3-mla",),
+    "vllm-flashinfer": ("flashinfer-decode", "flashinfer-paged"),
+    "vllm-flashinfer_mla": ("flashinfer-mla",),
+    "vllm-flashmla": ("flash-mla",),
+}
+"""Kernels of the same library for each backend of an engine; the first that takes a call represents
+the backend."""
 
 IN_PROCESS = f"{UNCONFIRMED}: without a worker, your kernel could change its time and verdict"
 """Flag of a user's kernel that ran without a worker process."""
@@ -106,13 +117,14 @@ def replay_here(
         try:
             call = workload.load_to_judge(settings.device)
             forms = Forms.of(call)
-            if settings.roofline and call.dtype not in roofs:
-                roofs[call.dtype] = measure_roof(call.dtype, settings.device)
+            roof = roofs.get(call.dtype)
+            if settings.roofline and (call.dtype not in roofs or (roof and roof.interrupted)):
+                roof = roofs[call.dtype] = measure_roof(call.dtype, settings.device)
             stage = functools.partial(report, workload)
             loaded = Loaded(
                 _facts(workload, forms),
                 machine,
-                roofs.get(call.dtype),
+                roof,
                 _baseline(call, settings, options, stage),
             )
             if on_loaded is not None:
@@ -206,14 +218,13 @@ def _baseline(
 
     The baseline is usually plain SDPA, whatever backend PyTorch chose during the recording. If the
     model chose the kernel itself (`_pinned`), the baseline is that kernel, if it can run. For calls
-    with features beyond SDPA, the baseline is the first of the recorded function and `BEYOND_SDPA`
-    that can run.
+    with features beyond SDPA, the baseline is the first that can run of the recorded function, or
+    the kernel that represents it (`ENGINES`), and `BEYOND_SDPA`.
     """
     if settings.baseline is not None or options.process or options.environment != HERE:
         return settings.baseline or ""
-    origin = call.origin
     if call.features:
-        asked = [origin.backend, *BEYOND_SDPA]
+        asked = [_represented(call), *BEYOND_SDPA]
         known = [kernel for name in asked if (kernel := catalogue().get(name))]
         able = (kernel.name for kernel in known if not refusal(kernel, call, settings.device))
         return next(able, DEFAULT_BASELINE)
@@ -224,11 +235,18 @@ def _baseline(
     return DEFAULT_BASELINE if refusal(kernel, call, settings.device) else kernel.name
 
 
+def _represented(call: AttentionCall) -> str:
+    """Return the kernel that represents the recorded backend: usually the one of the same name."""
+    names = ENGINES.get(call.origin.backend, ())
+    known = catalogue()
+    return next((name for name in names if not known[name].refuses(call)), call.origin.backend)
+
+
 def _pinned(call: AttentionCall) -> str:
     """Return the kernel that the model chose itself; empty if plain SDPA runs the same one here."""
     origin = call.origin
     if origin.entry_point != "sdpa":
-        return origin.backend
+        return _represented(call)
     is_torchs = origin.backend in ("", *BACKENDS.values())
     is_free = not origin.disabled_backends or chosen_backend(call) == origin.backend
     return "" if is_torchs and is_free else origin.backend
@@ -355,4 +373,5 @@ def _facts(workload: Workload, forms: Forms) -> CallFacts:
         beyond=beyond(call),
         nonfinite="" if (odd := nonfinite_inputs(call)) is None else odd.sentence,
         road=origin.entry_point,
+        batch=None if (batch := Batch.of(call)) is None else batch.size,
     )

@@ -30,9 +30,9 @@ NO_ENERGY = "no energy: "
 
 MOST_OF_ROOF = 1.05
 """Largest ratio of throughput to the measured roof that noise can explain."""
+BUSY_ROOF = "no share of the roof: other programs interrupted its measurement"
 ABOVE_ROOF = (
-    "no share of the roof: the throughput exceeds the measured roof (fewer bits, data in a cache, "
-    "or a machine that was busy while the roof was measured)"
+    "no share of the roof: the throughput exceeds the measured roof (fewer bits, or a cache)"
 )
 
 
@@ -144,7 +144,11 @@ def make_row(
     share = None
     if roof is not None and tflops:  # a call without visible keys has no operations
         share = tflops / roof.at(intensity)
-    is_above = share is not None and share > MOST_OF_ROOF
+    withheld = ""
+    if share is not None and roof is not None and roof.interrupted:
+        withheld = BUSY_ROOF
+    elif share is not None and share > MOST_OF_ROOF:
+        withheld = ABOVE_ROOF
     flags = [checked.not_deterministic, *checked.flags, *confirmed.flags]
     if confirmed.core_fault:
         flags.append(f"no core time: {confirmed.core_fault}")
@@ -154,8 +158,7 @@ def make_row(
         flags.append(sentence)
     if samples is not None and samples.is_over_time:
         flags.append("took longer than --max-seconds")
-    if is_above:
-        flags.append(ABOVE_ROOF)
+    flags.append(withheld)
     row = Row(
         kernel=checked.kernel.name,
         call=facts,
@@ -173,7 +176,7 @@ def make_row(
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=intensity,
         roof=roof,
-        roof_share=None if is_above else share,
+        roof_share=None if withheld else share,
         peak_bytes=checked.peak_bytes,
         first_call_ms=None if checked.is_interpreted else checked.first_call_ms,
         host_ms=None if samples is None else samples.host_ms,

@@ -22,8 +22,8 @@ other verbs, each with its own --help:
   tune · plan · verify · export a faster model in one step · a kernel per layer · run it · elsewhere
   compare · devices · history   runs against each other · types of GPU · runs over commits
   doctor · reproduce · agree    why a kernel is wrong · the smallest such call · batch invariance
-  report · explain              an HTML page or charts of a run · why a model gains little
-  kernels · selftest            which kernels can run here · whether this machine measures right
+  report · cache-formats        an HTML page or charts of a run · which layers bear an 8-bit cache
+  explain · kernels · selftest  why a model gains little · which kernels run here · machine's check
   watch · profile               replay whenever a file changes · one kernel under Nsight Compute
 """
 

@@ -30,10 +30,11 @@ from replay.cli.moved_flags import where_it_moved
 from replay.cli.termination import interrupted_by_sigterm
 
 NAMES = (
-    *("agree", "compare", "devices", "doctor", "explain", "export", "history", "kernels", "plan"),
-    *("profile", "random", "report", "reproduce", "selftest", "suite", "tune", "verify", "watch"),
+    *("agree", "cache-formats", "compare", "devices", "doctor", "explain", "export", "history"),
+    *("kernels", "plan", "profile", "random", "report", "reproduce", "selftest", "suite", "tune"),
+    *("verify", "watch"),
 )
-VERBS = {name: f"replay.cli.{name}" for name in NAMES}
+VERBS = {name: f"replay.cli.{name.replace('-', '_')}" for name in NAMES}
 """Module of each verb: `parser()` returns the verb's parser, `run(arguments)` the exit code."""
 
 DEFAULT = "replay.cli.compare_kernels"

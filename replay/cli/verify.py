@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention_replay.errors import Error
 from capture.command_line.parser import positive
-from capture.text.printable import printable
 from replay.api.chosen_device import device_of
 from replay.api.recorded_models import ModelRequest, RecordedModels, recorded_models
 from replay.api.verify_model import as_json, assignment_of, check_models
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
     from replay.rows.row import Speedup
     from replay.rows.row_files import Writable
-
-logger = logging.getLogger(__name__)
 
 EXAMPLES = """\
   replay verify --dir captured_inputs --kernels torch-flash,triton-fa3
@@ -138,38 +134,30 @@ def _checked(
     file: Writable | None,
 ) -> tuple[list[ModelResult], list[str]]:
     """Run the models, print and return the checks, and return a sentence for each missing check."""
-    from rich.console import Console
-    from rich.text import Text
-
+    from replay.end_to_end.run_pace import RunPace
     from replay.report.model_tables import print_checks
+    from replay.report.progress import shown_runs
 
-    console, stages = console_of(arguments), [""]
+    console = console_of(arguments)
     found: list[ModelResult] = []
     missing: list[str] = []
-    with Console(stderr=True, quiet=arguments.quiet).status("") as status:
-
-        def report(stage: str) -> None:
-            if stage != stages[-1]:
-                logger.info("%s", stage)
-                stages.append(stage)
-            status.update(Text(printable(stage)))
-
+    pace = RunPace()
+    with shown_runs(pace, "starting the model", quiet=arguments.quiet) as hidden:
         for result in check_models(
             models,
             replay.rows,
             replay.assigned,
             replay.pythons,
             save_output=save_output,
-            report=report,
+            pace=pace,
         ):
             if result.trouble:
                 missing.append(f"{result.model}: {result.trouble}")
                 continue
             found += result.checks
-            status.stop()  # else the spinner would be drawn into the tables
-            console.print()
-            print_checks(result.checks, console)
-            status.start()
+            with hidden():  # else the bar would be drawn into the tables
+                console.print()
+                print_checks(result.checks, console)
             if file is not None:
                 with noted(missing):
                     for check in result.checks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from capture.call.per_head import numbers_of_heads
 from capture.call.strides import narrow_expanded, picked
 
 UNGATHERED = {"packed", "paged", "key-lengths"}
@@ -63,6 +65,15 @@ def padded_sizes(dim: int) -> list[int]:
     return [*whole, 1 << dim.bit_length()]
 
 
+def mapped(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function to a tensor. PyTorch has no arithmetic in float8, so 8 bits are widened."""
+    if tensor.itemsize > 1:
+        return function(tensor)
+    limits = torch.finfo if tensor.is_floating_point() else torch.iinfo
+    most = limits(tensor.dtype).max
+    return function(tensor.float()).clamp(-most, most).to(tensor.dtype)
+
+
 def changed(call: AttentionCall) -> AttentionCall:
     """Return the call with different values of equal size: -Q, K in reverse order, and -V.
 
@@ -77,7 +88,7 @@ def changed(call: AttentionCall) -> AttentionCall:
         if name == "value" and call.value_is_in_key:
             continue
         first = stored.flatten()[0].clone()
-        stored.copy_(turned if name == "key" else turned.neg())
+        stored.copy_(turned if name == "key" else mapped(turned, torch.neg))
         stored[(0,) * stored.ndim] = first
     found.pop("output", None)
     return call.with_tensors(found)
@@ -111,8 +122,8 @@ def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
         call.value[batch, kv_head][None, None],
         attn_mask=None if mask is None else mask[None, None],
         scale=call.scale,
-        sinks=None if call.sinks is None else call.sinks[head : head + 1],
         variant=AttentionVariant(softcap=call.variant.softcap),
+        **numbers_of_heads(call.tensors(), [head], [kv_head]),
     )
 
 
@@ -134,5 +145,6 @@ def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:
 
 def scores(small: AttentionCall) -> Tensor:
     """Return the scores scale · q·k (R, Sk) of a call from `part`, unmasked and in float64."""
+    small = small.without_scales()
     query, key = (each[0, 0].to(torch.float64) for each in (small.query, small.key))
     return query @ key.mT * small.softmax_scale

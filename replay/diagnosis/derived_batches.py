@@ -223,5 +223,6 @@ def _narrow(tensor: Tensor, dim: int, count: int, start: int = 0) -> Tensor:
 
 def _other_values(tensor: Tensor) -> Tensor:
     """Return -2 times a tensor, within the range of its dtype."""
-    limit = torch.finfo(tensor.dtype).max
+    limits = torch.finfo if tensor.is_floating_point() else torch.iinfo
+    limit = limits(tensor.dtype).max
     return (tensor.float() * -2).clamp(-limit, limit).to(tensor.dtype)

@@ -35,7 +35,7 @@ class CallAtWork:
     refused the call.
 
     Args:
-        kernels: names of the kernels whose work is counted.
+        kernels: names of the kernels whose work is counted; it may grow.
         now: time when the work on the call begins, in seconds.
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from capture.text.counted import counted
-from replay.bench.reported_stages import DONE, FIRST_CALLS_DONE, LOADING, TIMING
+from replay.bench.reported_stages import DONE, FIRST_CALLS_DONE, LOADING, STAGES, TIMING
 from replay.distribution.call_at_work import CHECKS, UNNAMED, CallAtWork
 from replay.distribution.time_limit import TimeLimit
 
@@ -46,7 +46,8 @@ class Pace:
             once some work is finished.
         at_a_time: number of calls that run at the same time.
         clock: function that returns seconds since any start.
-        kernels: the kernels that run on each call; None if a call is a single piece of work.
+        kernels: the kernels that run on each call; None if a call is a single piece of work. An
+            added baseline joins them once it is reported.
         limit: the time limit, at which calls other than the first are stopped.
     """
 
@@ -71,7 +72,7 @@ class Pace:
         self._start = clock()
         self._kernels = kernels
         self._limit = TimeLimit(None) if limit is None else limit
-        self._names: Sequence[str] = () if kernels is None else kernels.names
+        self._names = [] if kernels is None else [*kernels.names]
         self._shares = {UNNAMED: 1.0} if kernels is None else SHARES
         self._last = "", ""
         self._at_work: dict[tuple[str, str], CallAtWork] = {}
@@ -223,6 +224,8 @@ class Pace:
         """Note that a call reached a stage, which may be a kernel's name."""
         with self._lock:
             self._last = call, device
+            if self._kernels is not None and stage not in (*STAGES, *self._names):
+                self._names.append(stage)  # the baseline, which a call may choose
             if stage == LOADING:  # any other device has given up the call
                 self._drop(call, device)
             work = self._at_work.setdefault(self._last, CallAtWork(self._names, self._clock()))

@@ -70,7 +70,7 @@ class CallTotals:
                 continue
             self.reason = self.reason or _why_unusable(row, call, kernel, counted.module)
             self.swapped[call, kernel] += counted.calls * share
-        if fell_back := round(counted.calls * refused):
+        if refused and (fell_back := round(counted.calls * refused / sum(counted.shares.values()))):
             self.fallbacks[reason] += fell_back
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from replay.end_to_end.model_process import ModelRefused, ModelRuns, RunFailed
 from replay.end_to_end.model_server import step
+from replay.end_to_end.run_pace import RunPace
 
 T = TypeVar("T")
 
@@ -19,18 +20,12 @@ class LiveModel(ModelRuns):
 
     Args:
         runnable: the model and its run (`models.Runnable`).
-        report: called with the current stage.
-        ran: called after each run.
+        pace: receives each stage, and the time of each run.
     """
 
-    def __init__(
-        self,
-        runnable: Any,
-        report: Callable[[str], None] = lambda stage: None,
-        ran: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(report)
-        self._runnable, self._ran = runnable, ran
+    def __init__(self, runnable: Any, pace: RunPace) -> None:
+        super().__init__(pace)
+        self._runnable = runnable
         self.builds, self.is_built = 1, True
 
     def close(self) -> None:
@@ -49,7 +44,6 @@ class LiveModel(ModelRuns):
             answer.update(json.loads(json.dumps(message)))
 
         step(self._runnable, request, say)
-        self._ran()
         if "refused" in answer:
             raise ModelRefused(answer["refused"])
         if "lost" in answer:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from replay.end_to_end.model_process import (
 )
 from replay.end_to_end.predicted_times import RUN, Clocked, PredictedTime
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
+from replay.end_to_end.run_pace import BUILDING, NEIGHBOURS, expected_runs
 from replay.end_to_end.undisturbed_times import by_round, delayed
 from replay.plan.call_matching import RowsByCall
 from replay.rows.row import CallFacts, KernelId, Row, Speedup, Status, TimeSummary
@@ -47,8 +49,6 @@ ROUNDS_SECONDS = 6.0
 """Default seconds of timed rounds per kernel; at least `MINIMUM_ROUNDS` rounds are run."""
 SWAPPED = "the model's own, swapped in"
 """Name of the variant that measures what swapping a kernel in costs."""
-NEIGHBOURS = 2
-"""Number of kernels per baseline run in a round."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,7 @@ def check(
     own, *_ = shown = [_Arm(variant) for variant in (BASELINE, *variants)]
     reference = None if own_kernel is None else _Arm(Variant(SWAPPED, own_kernel))
     arms = shown if reference is None else [*shown, reference]
+    _expect(process, arms, rounds or MOST_ROUNDS, is_new=True)
     with closing(process), tempfile.TemporaryDirectory() as scratch:
         for number, arm in enumerate(arms):
             file = Path(scratch) / f"{number}.safetensors"
@@ -226,12 +227,18 @@ def own_kernel_of(rows: Sequence[Row]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
+def affordable_rounds(seconds: float) -> int:
+    """Return the default number of rounds if a run takes some seconds."""
+    return min(MOST_ROUNDS, max(int(ROUNDS_SECONDS / seconds), MINIMUM_ROUNDS))
+
+
 def _run_rounds(arms: Sequence[_Arm], process: ModelRuns, requested: int | None, seed: int) -> None:
     own, *others = arms
     shuffle = random.Random(seed).shuffle
     done, total = 0, requested or MOST_ROUNDS
     while done < total:
         process.round = f"round {done + 1} of {total}" if done else "first round"
+        _expect(process, arms, total - done, is_new=False)
         kernels = [arm for arm in others if arm.failure is None]
         shuffle(kernels)
         for first in range(0, max(len(kernels), 1), NEIGHBOURS):
@@ -248,9 +255,14 @@ def _run_rounds(arms: Sequence[_Arm], process: ModelRuns, requested: int | None,
         done += 1
         if requested is None:
             taken = [run.times.run for arm in arms for run in arm.runs]
-            affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
-            total = min(MOST_ROUNDS, max(affordable, MINIMUM_ROUNDS))
+            total = affordable_rounds(statistics.mean(taken))
     process.round = ""
+
+
+def _expect(process: ModelRuns, arms: Sequence[_Arm], rounds: int, *, is_new: bool) -> None:
+    names = [arm.variant.name for arm in arms if arm.failure is None]
+    runs = expected_runs(names, rounds, is_new=is_new)
+    process.pace.expect(runs - Counter({BUILDING: process.is_built}))
 
 
 def _attempt(arm: _Arm, process: ModelRuns, run: Callable[[], ModelRun]) -> ModelRun | None:

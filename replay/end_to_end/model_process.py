@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from attention_replay.errors import Error
 from replay.end_to_end.model_clock import RunTimes
+from replay.end_to_end.run_pace import BUILDING, COUNTING, RunPace
 from replay.rows.row import HERE, GpuState, KernelId, Status
 from replay.rows.row_files import rebuilt
 from replay.workers.messages import reading
@@ -98,7 +99,7 @@ class ModelRuns(ABC):
     """Runs of a model with one variant after another, in a child process or in this process.
 
     Args:
-        report: called with the current stage.
+        pace: receives each stage, and the time of each run.
 
     Attributes:
         is_built: True while the model exists; a kernel that crashes a child process destroys it.
@@ -110,11 +111,11 @@ class ModelRuns(ABC):
         RunFailed: by `run` and `count`, if the run failed or the process died.
     """
 
-    def __init__(self, report: Callable[[str], None] = lambda stage: None) -> None:
+    def __init__(self, pace: RunPace) -> None:
+        self.pace = pace
         self.builds = 0
         self.round = ""
         self.is_built = False
-        self._report = report
 
     @abstractmethod
     def close(self) -> None:
@@ -168,17 +169,21 @@ class ModelRuns(ABC):
             ran = answer["ran"]
             return rebuilt(ModelRun, {**ran.pop("swap"), **ran})
 
-        return self._step(request, read)
+        with self.pace.running(variant.name):
+            return self._step(request, read)
 
     def count(self) -> dict[str, Any]:
         """Run the model once, untimed, and count its attention calls as `capture` does.
 
         The result is the census, as `capture.hooks.census.Census.to_json` writes it.
         """
-        return self._step({"step": "count"}, lambda answer: cast(dict[str, Any], answer["counted"]))
+        with self.pace.running(COUNTING):
+            return self._step(
+                {"step": "count"}, lambda answer: cast(dict[str, Any], answer["counted"])
+            )
 
     def _report_at(self, stage: str) -> None:
-        self._report(", ".join(filter(None, (stage, self.round))))
+        self.pace.enter(", ".join(filter(None, (stage, self.round))))
 
 
 class ModelProcess(ModelRuns):
@@ -188,17 +193,13 @@ class ModelProcess(ModelRuns):
         python: Python interpreter of the child.
         arguments: arguments of `models.load`.
         timeout: seconds without a message after which the child is killed.
-        report: called with the current stage.
+        pace: receives each stage, and the time of each run.
     """
 
     def __init__(
-        self,
-        python: str,
-        arguments: dict[str, Any],
-        timeout: float,
-        report: Callable[[str], None] = lambda stage: None,
+        self, python: str, arguments: dict[str, Any], timeout: float, pace: RunPace
     ) -> None:
-        super().__init__(report)
+        super().__init__(pace)
         self._process = Process(python, timeout, "replay.end_to_end.model_server")
         self._timeout = timeout
         self._build = {"step": "build", "arguments": arguments}
@@ -212,7 +213,8 @@ class ModelProcess(ModelRuns):
             return
         self._process.timeout = max(self._timeout, BUILDING_SECONDS)
         try:
-            self._answer(self._build)
+            with self.pace.running(BUILDING):
+                self._answer(self._build)
         except (Died, CannotStart) as end:
             log = end.log.strip().splitlines()[-1:] if isinstance(end, Died) else []
             raise ModelRefused(": ".join(["the model cannot be built", str(end), *log])) from end

@@ -20,6 +20,7 @@ from capture.models_package import import_models
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN
+from replay.end_to_end.run_pace import BUILDING, COUNTING
 from replay.end_to_end.saved_outputs import keep
 from replay.kernels.failures import classify
 from replay.patch.call_counts import Swap
@@ -40,7 +41,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     """
     global _runnable
     if request["step"] == "build":
-        say(at="building the model")
+        say(at=BUILDING)
         models = import_models()
         try:
             _runnable = models.load(**request["arguments"])
@@ -72,7 +73,7 @@ def step(runnable: Any, request: dict[str, Any], say: Say) -> None:
 
 def _count(runnable: Any, say: Say) -> None:
     """Count calls in a separate run, because counting makes compiled models run eagerly."""
-    say(at="counting attention calls")
+    say(at=COUNTING)
     with counting(runnable.roots) as census:
         runnable.run()
     say(counted=census.to_json())

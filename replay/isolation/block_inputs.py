@@ -226,7 +226,11 @@ class BlockInputs:
             last = last.repeat(1, 1, 1, -(-width // last.shape[3]))
         windows = (batch, q_heads, 1, width), (1, 1, 0, 1)
         bits = bits.view(last.dtype).as_strided(*windows) ^ last[:batch, :q_heads, :, :width]
-        target, *operands = _words(self._query, query, (bits & self._high_bits) << self._to_sign)
+        signs = (bits & self._high_bits) << self._to_sign
+        if query.itemsize != signs.itemsize:  # the output of queries in 8 bits has 16 bits
+            integers = _INTEGERS[query.itemsize]
+            signs = (signs < 0).to(integers) << 8 * query.itemsize - 1
+        target, *operands = _words(self._query, query, signs)
         torch.bitwise_xor(*operands, out=target)
         if self._has_value:
             batch, heads_kv, _, width = value.shape
@@ -364,7 +368,9 @@ def _multiply(target: Tensor, source: Tensor, factors: Tensor) -> None:
     if source.dtype.itemsize > 1:
         torch.mul(source, factors, out=target)
     else:  # PyTorch has no products in float8
-        target.copy_(source.to(factors.dtype) * factors)
+        limits = torch.finfo if source.is_floating_point() else torch.iinfo
+        largest = limits(source.dtype).max  # above it, a conversion to float8 makes NaN
+        target.copy_((source.to(factors.dtype) * factors).clamp_(-largest, largest))
 
 
 def _may_overlap(*tensors: Tensor) -> bool:

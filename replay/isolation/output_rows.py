@@ -10,6 +10,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from capture.call.per_head import PER_HEAD, numbers_of_heads
 
 Places = tuple[Tensor, Tensor, Tensor]
 """Indices of batches, heads and queries, on the device of the output that they index."""
@@ -67,19 +68,19 @@ def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
         attn_mask=mask,
         is_causal=False,
         enable_gqa=False,
-        sinks=None if call.sinks is None else call.sinks[rows.head[0] : rows.head[0] + 1],
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         seqused_k=None,
         variant=AttentionVariant(softcap=call.variant.softcap),
         output=None,
+        **numbers_of_heads(call.tensors(), [rows.head[0]], [kv_head]),
     )
 
 
 def side_by_side(*calls: AttentionCall) -> AttentionCall:
     """Join calls made by `some_rows` into one call, in which each has its own head."""
     joined = {
-        name: torch.cat([call.tensors()[name] for call in calls], 0 if name == "sinks" else 1)
+        name: torch.cat([call.tensors()[name] for call in calls], 0 if name in PER_HEAD else 1)
         for name in calls[0].tensors()
     }
     return calls[0].with_tensors(joined)

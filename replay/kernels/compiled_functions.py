@@ -4,9 +4,10 @@
 (`torch._dynamo.config.recompile_limit`). A replay has many shapes, so every kind of call gets its
 own code object, and is compiled as in a model with that shape.
 
-`max-autotune` records CUDA graphs on a GPU. The graphs share one memory pool and one history, which
-break in two cases: if outputs are not marked as finished, and after a failed recording (out of
-memory), when every later graph fails too. This module handles both cases.
+`max-autotune` records CUDA graphs on a GPU. The graphs of all functions share one memory pool and
+one history, which break in two cases: if outputs are not marked as finished, and after a failed
+recording (out of memory), when every later graph fails too, and the earlier ones after a reset. So
+every call marks its outputs, and a failure resets the history and compiles all functions anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any
@@ -42,6 +44,8 @@ class CompiledPerSignature:
         self._function = function
         self._mode = mode
         self._compiled: dict[Hashable, Callable[..., Tensor]] = {}
+        if mode == "max-autotune":
+            _SHARING_GRAPHS.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         signature = tuple(_facts(value) for value in (*args, *kwargs.values()))
@@ -55,9 +59,7 @@ class CompiledPerSignature:
         try:
             return self._compiled[signature](*args, **kwargs)
         except Exception:
-            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-            reset_cudagraph_trees()
+            _forget_graphs()
             raise
 
     def _to_compile(self, number: int) -> Callable[..., Tensor]:
@@ -83,6 +85,17 @@ class CompiledPerSignature:
         from torch._inductor import config
 
         return config.patch(compile_threads=1)
+
+
+_SHARING_GRAPHS: weakref.WeakSet[CompiledPerSignature] = weakref.WeakSet()
+
+
+def _forget_graphs() -> None:
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+    for function in _SHARING_GRAPHS:
+        function._compiled.clear()
 
 
 def _facts(value: Any) -> Hashable:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import is_scaled
 from capture.call.strides import is_leading_part
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
@@ -128,12 +129,23 @@ def no_gqa(call: AttentionCall) -> str | None:
     return f"{q_heads} query heads over {kv_heads} key heads: needs equal numbers"
 
 
+def longest_query(call: AnyCall) -> int:
+    """Return the number of queries of the longest sequence.
+
+    Packed lengths whose maximum the caller does not give are read, which waits for the GPU.
+    """
+    longest = call.variant.max_seqlen_q
+    if call.cu_seqlens_q is None:
+        return call.query.shape[2]
+    return int(call.cu_seqlens_q.diff().max()) if longest is None else longest
+
+
 def max_queries(most: int) -> Constraint:
     """Limit the number of queries, for decode kernels; prefill kernels handle more queries."""
     allowed = "one query" if most == 1 else f"at most {most} queries"
 
     def check(call: AttentionCall) -> str | None:
-        q_len = call.shape.q_len
+        q_len = longest_query(call)
         return None if q_len <= most else f"decode only: {allowed} per sequence, not {q_len}"
 
     return check
@@ -289,6 +301,25 @@ def dtypes(*allowed: torch.dtype) -> Constraint:
 
 half_precision = dtypes(torch.float16, torch.bfloat16)
 up_to_float32 = dtypes(torch.float16, torch.bfloat16, torch.float32)
+
+
+def or_scaled_pages(usual: Constraint) -> Constraint:
+    """Allow, beside the usual dtypes, 16-bit queries with pages of scaled float8_e4m3fn."""
+
+    def check(call: AttentionCall) -> str | None:
+        if not is_scaled(call):
+            return usual(call)
+        if call.query_scale is not None:
+            return "queries in 8 bits"
+        if call.page_table is None:
+            return "scaled 8-bit values outside pages"
+        if odd := {call.key.dtype, call.value.dtype} - {torch.float8_e4m3fn}:
+            return f"a cache in {dtype_name(odd.pop())}"
+        dtype = call.query.dtype
+        is_half = dtype in (torch.float16, torch.bfloat16)
+        return None if is_half else f"queries in {dtype_name(dtype)} over a cache in 8 bits"
+
+    return check
 
 
 class KeyRange(NamedTuple):

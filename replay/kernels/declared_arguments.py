@@ -38,6 +38,7 @@ BEYOND = {
     "packed": "cu_seqlens_q",
     "key-lengths": "seqused_k",
     "paged": "page_table",
+    "scaled": "key_scale",
 }
 """Argument of each feature beyond SDPA, without which a function cannot support it."""
 HINTS = ("max_seqlen_q", "max_seqlen_k")
@@ -48,7 +49,7 @@ STUB = (
 )
 _TENSORS = ("query", "key", "value")
 _BY_ALIAS = {alias: name for name, aliases in NAMES.items() for alias in aliases}
-_BEYOND = (*BEYOND.values(), "cu_seqlens_k")
+_BEYOND = (*BEYOND.values(), "cu_seqlens_k", "query_scale", "value_scale")
 
 
 class SignatureError(ValueError):
@@ -150,7 +151,10 @@ class DeclaredArguments:
             for name, own in self._own.items()
             if name in _BEYOND and own.default is Parameter.empty and name not in given
         ]
-        return f"for calls with {lacking[0]} only" if lacking else None
+        if lacking:
+            return f"for calls with {lacking[0]} only"
+        unknown = [name for name in _BEYOND if name in given and name not in self._own]
+        return f"takes no {unknown[0]}" if unknown and not self._takes_more else None
 
 
 class Adapted:

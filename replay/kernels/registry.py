@@ -128,7 +128,8 @@ class Kernel:
     """Features beyond SDPA that the kernel supports (`capture.call.attention_variant.FEATURES`).
 
     `attention` gets the call's `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`,
-    `window`, `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments.
+    `query_scale`, `key_scale`, `value_scale`, `window`, `softcap`, `bottom_right`, `max_seqlen_q`
+    and `max_seqlen_k` as keyword arguments.
     """
 
     prefers_rewritten_mask: Callable[[AttentionCall], bool] = _never

@@ -16,6 +16,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES, PLAIN, VARIANT_TENSORS, AttentionVariant
 from capture.hooks.interceptor import Arguments, bind
+from replay.kernels import packed_decode as packing
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.libraries import Library
 from replay.kernels.registry import Attention, Kernel, register
@@ -112,6 +113,7 @@ def adapt(
     options: Callable[..., Kernel] | None = None,
     features: Collection[str] = (),
     prefers_rewritten_mask: bool = False,
+    packed_decode: bool = False,
 ) -> Kernel:
     """Return a kernel of `library`; `Kernel` describes the other arguments.
 
@@ -120,13 +122,18 @@ def adapt(
         unavailable: replaces the library's own check.
         prefers_rewritten_mask: True to replace every mask by equivalent options, if there are any;
             otherwise only masks that the kernel refuses.
+        packed_decode: True to run packed batches of one query per sequence, over pages, as batches.
     """
+    unsupported = all_of(*limits)
+    if packed_decode:
+        features, unsupported = (*features, "packed"), packing.limited(unsupported)
+        attend, prepare = packing.attending(attend), prepare and packing.prepared(prepare)
     return Kernel(
         name,
         drop_in(attend, limits, features),
         accuracy_class,
         unavailable or library.unavailable,
-        all_of(*limits),
+        unsupported,
         prepare,
         default=default and not variant_of,
         about=about,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import beyond_arguments
+from capture.call.attention_variant import beyond_arguments, output_dtype
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.entry_points.wrapper import FollowedCall
 from capture.hooks.interceptor import Arguments, answer
@@ -235,7 +235,7 @@ def _fits(output: object, arguments: Arguments) -> bool:
         return False
     if output.shape[2:] != (query.shape[2], value.shape[3]):
         return False
-    if (output.dtype, output.device) != (query.dtype, query.device):
+    if (output.dtype, output.device) != (output_dtype(arguments), query.device):
         return False
     # With broadcast sizes or paged keys, the query alone does not determine the first two sizes.
     same_batch = query.shape[0] == key.shape[0]

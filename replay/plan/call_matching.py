@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from attention_replay.errors import Error
 from capture.call.shape import Shape
 from capture.hooks.phases import RECOMPUTE
 from capture.recording.sampling import PHASES
+from replay.plan.batch_matching import BatchShares
 from replay.plan.key_lengths import REACH
 from replay.plan.step_ranges import StepRange
 from replay.rows.row import HERE, CallFacts, KernelId, Mask, Row
@@ -28,8 +30,10 @@ class Counted:
     calls: int
     """Number of calls per run of the model."""
     shares: Mapping[str, float]
-    """Shares of the replayed calls, by name, with a sum of 1; empty if no replayed call matches."""
+    """Shares of the replayed calls, by name; empty if no replayed call matches. Their sum is 1, or
+    for the batches of an inference engine the work of a batch over that of the replayed ones."""
     kv_len: int
+    """Key length; -1 for batches, whose sequences have lengths of their own."""
     steps: StepRange
     """Steps of the calls, which share them equally: denoising steps, or else forward passes."""
 
@@ -41,7 +45,8 @@ def match(
 
     Only the key length may differ, because a cache grows. The first choice is calls of the exact
     key length, the second is interpolation between the lengths below and above it, the third is
-    the nearest length within `REACH`. Calls of the same length have equal shares.
+    the nearest length within `REACH`. Calls of the same length have equal shares. The batches of an
+    inference engine are matched by `replay.plan.batch_matching`, whatever their modules.
 
     Args:
         census: census of the model, in the form of `capture.hooks.census.Census.to_json`.
@@ -59,7 +64,7 @@ def match(
     by_kind: dict[object, list[CallFacts]] = {}
     for call in {call.name: call for call in replayed}.values():
         by_kind.setdefault(_kind_of_call(call), []).append(call)
-    counted = []
+    counted, batches = [], BatchShares(census)
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
         # A call that a backward pass repeats costs the same as the original call.
@@ -74,7 +79,10 @@ def match(
             pool = [call for call in pool if call.pinned == own[0].pinned]
         pools = (own, pool) if own_first else (pool,)
         kv_len = signature["key"][-2]
-        shares = _shares(pools, kv_len) if pool else {}
+        if any(call.batch for call in pool):
+            shares = batches.shares(row["phase"], row["signature"], pool)
+        else:
+            shares = _shares(pools, kv_len) if pool else {}
         steps = StepRange(row.get("first_step", 0), row.get("last_step", 0))
         counted.append(Counted(row["module"], row["phase"], row["calls"], shares, kv_len, steps))
     return counted
@@ -143,7 +151,8 @@ def _as_recorded(row: Row) -> Row:
 
 
 def _kind_of_call(call: CallFacts) -> tuple[object, ...]:
-    return _kind(call.phase, call.shape, call.dtype, call.is_causal, call.mask, call.beyond)
+    facts = call.phase, call.shape, call.dtype, call.is_causal, call.mask, call.beyond
+    return _kind(*facts, call.batch is not None)
 
 
 def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object, ...] | None:
@@ -156,17 +165,24 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
     if signature["mask"] is not None:
         is_bool = signature["mask_dtype"] == "bool"
         mask = Mask("bool" if is_bool else "float", tuple(signature["mask"]))
-    return _kind(
-        phase, shape, signature["dtype"], signature["is_causal"], mask, signature.get("beyond", "")
-    )
+    beyond = re.sub(r"\d+ (packed sequences, pages)", r"\1", signature.get("beyond", ""))
+    options = signature["dtype"], signature["is_causal"], mask, beyond
+    return _kind(phase, shape, *options, "packed sequences, pages" in beyond)
 
 
 def _kind(
-    phase: str, shape: Shape, dtype: str, is_causal: bool, mask: Mask | None, beyond: str
+    phase: str,
+    shape: Shape,
+    dtype: str,
+    is_causal: bool,
+    mask: Mask | None,
+    beyond: str,
+    is_batch: bool,
 ) -> tuple[object, ...]:
     """Return all properties that determine a call's cost, except the key length."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
         mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
+    shape = shape._replace(q_len=0) if is_batch else shape
     return (phase, shape._replace(kv_len=0), dtype, is_causal, mask, beyond)
 
 

@@ -62,6 +62,11 @@ class Cell:
         return self.replayed.row(call, KernelId(kernel))
 
     @property
+    def has_batches(self) -> bool:
+        """True if an inference engine made the calls, with many key lengths in each."""
+        return any(counted.kv_len < 0 for counted in self.counted)
+
+    @property
     def lengths(self) -> KeyLengths:
         """Range of key lengths of the counted calls, over all steps."""
         kv_lens = [counted.kv_len for counted in self.counted]
@@ -123,6 +128,8 @@ def cells_of(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> l
 
 def by_length(cell: Cell) -> list[Cell]:
     """Split a cell into one for each range of its recorded key lengths."""
+    if cell.has_batches:
+        return [cell]
     ranges = ranges_of(call.shape.kv_len for call in cell.captured.values())
     if len(ranges) < 2:
         return [cell]
@@ -159,7 +166,7 @@ def by_step(cell: Cell) -> list[Cell]:
             cell,
             counted=[each for each in counted if each.calls],
             captured=captured,
-            kv_lens=cell.lengths,
+            kv_lens=None if cell.has_batches else cell.lengths,
             steps=steps,
         )
         parts.append(part)
@@ -208,7 +215,7 @@ def cost_of(cell: Cell, kernel: str, budget: Budget) -> Cost:
         saved_ms=saved_ms or 0.0,
         calls=sum(counted.calls for counted in cell.counted),
         captured=len(cell.captured),
-        kv_lens=cell.lengths,
+        kv_lens=None if cell.has_batches else cell.lengths,
         baseline=cell.baseline,
         steps=cell.steps,
     )
@@ -251,7 +258,8 @@ def _pooled(cell: Cell, shares: Mapping[str, float], kernel: str) -> _PerCall:
     before_ms = math.fsum(share * old for share, old, _ in known)
     gains = [(share, old - new) for share, old, new in known if new is not None]
     if gains:
-        weight = math.fsum(share for share, _ in gains)
+        # Calls without a time are represented by the others.
+        weight = math.fsum(share for share, _ in gains) / math.fsum(shares.values())
         return _PerCall(before_ms, math.fsum(share / weight * gain for share, gain in gains))
     rows = [cell.row(call, kernel) for call in shares]
     is_timeless = any(row is None or row.status != "unsupported" for row in rows)

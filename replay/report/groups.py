@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 from capture.text.counted import counted
 from capture.text.printable import printable
+from replay.report import batch_kinds
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import DEFAULT_BASELINE, CallFacts, KernelId, Row
 
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of equal cost: same model, phase, dtype, mask and (except if a cache grows) shape."""
+    """Calls of equal cost: same model, phase, dtype, mask and (except if a cache grows) shape.
+
+    The batches of an inference engine are of one kind (`replay.report.batch_kinds`).
+    """
 
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]
@@ -30,7 +34,8 @@ class Group:
     @property
     def parts(self) -> tuple[str, ...]:
         """Parts of the title, some of them empty."""
-        call = (self.model, self.phase, self.shape, self.dtype, self.mask, self.place)
+        used = self.backends if self.calls[0].batch else ""
+        call = (self.model, self.phase, self.shape, self.dtype, self.mask, used, self.place)
         return (*call, self.size)
 
     @property
@@ -43,8 +48,14 @@ class Group:
 
     @property
     def shape(self) -> str:
-        """Shape such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` if the cache grows."""
+        """Shape such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` if the cache grows.
+
+        For batches it is `12…16 sequences × 1,030…2,000 keys, 32/8×128`, which ends in the heads.
+        """
         shape = self.calls[0].shape
+        if self.calls[0].batch:
+            heads = str(shape._replace(batch=1, q_len=1, kv_len=1)).removeprefix("1×")
+            return f"{batch_kinds.label(self.calls)}, {heads.replace('×1×', '×')}"
         lengths = sorted({call.shape.kv_len for call in self.calls})
         if len(lengths) == 1:
             return str(shape)
@@ -106,7 +117,8 @@ def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
     for row in rows:
         key = row.call.name if per_call else (_kind(row.call), shortest[row.call])
         grouped.setdefault(key, []).append(row)
-    return [_group(members) for members in grouped.values()]
+    groups = [_group(members) for members in grouped.values()]
+    return groups if per_call else sorted(groups, key=_order_of_batches)
 
 
 def joined(*parts: str) -> str:
@@ -184,7 +196,7 @@ def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
     for alike in kinds.values():
         first = 0
         for call in sorted(alike, key=lambda call: call.shape.kv_len):
-            if call.shape.kv_len > 2 * first:
+            if not call.batch and call.shape.kv_len > 2 * first:
                 first = call.shape.kv_len
             shortest[call] = first
     return shortest
@@ -196,17 +208,25 @@ def place(call: CallFacts) -> str:
 
 
 def _kind(call: CallFacts) -> tuple[object, ...]:
+    shape = call.shape._replace(kv_len=0) if call.phase == "decode" else call.shape
     return (
         call.model,
         call.weights,
         call.phase,
-        call.shape._replace(kv_len=0) if call.phase == "decode" else call.shape,
+        shape._replace(q_len=0, kv_len=0) if call.batch else shape,
+        batch_kinds.kind(call),
         call.dtype,
         call.is_causal,
         call.mask and call.mask.kind,
         call.mask_structure,
         call.beyond,
     )
+
+
+def _order_of_batches(group: Group) -> tuple[object, ...]:
+    """Return a sort key that orders kinds of batches by phase and figures, after other calls."""
+    first = group.calls[0]
+    return (first.phase, *batch_kinds.kind(first)) if first.batch else ()
 
 
 def _group(rows: list[Row]) -> Group:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import rich.progress
 from rich.console import Console
@@ -16,9 +16,11 @@ from rich.text import Text
 from capture.text.printable import printable
 from replay.bench.reported_stages import DONE
 from replay.distribution.pace import Pace
+from replay.end_to_end.run_pace import RunPace
 
 if TYPE_CHECKING:
     from replay.workers.execution import Progress
+    from replay.workloads.workload import Workload
 
 
 REFRESHES_PER_SECOND = 4
@@ -32,7 +34,7 @@ class NowColumn(ProgressColumn):
         first: text shown until any work is reported.
     """
 
-    def __init__(self, pace: Pace, first: str) -> None:
+    def __init__(self, pace: Pace | RunPace, first: str) -> None:
         super().__init__(Column(no_wrap=True, ratio=1))
         self._pace = pace
         self._shown = first
@@ -45,7 +47,7 @@ class NowColumn(ProgressColumn):
 class TimeColumn(ProgressColumn):
     """Remaining time, such as `0:01:20 left`, or the elapsed time until that is known."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace | RunPace) -> None:
         super().__init__(Column(no_wrap=True))
         self._pace = pace
 
@@ -55,27 +57,42 @@ class TimeColumn(ProgressColumn):
         return Text(f"{shown}" if left is None else f"{shown} left")
 
 
-class Report(Protocol):
-    """Function that receives a task and the stage that it reached."""
-
-    def __call__(self, name: str, stage: str, device: str = "") -> None:
-        """Receive a task's stage, or `DONE`."""
+Hidden = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
 def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
     """Show the progress of a replay; yield a function that reports a call and its stage."""
-    with shown_pace(pace, "starting workers", quiet=quiet) as report:
-        yield lambda workload, stage, device="": report(workload.label, stage, device)
+    with _bar(pace, "starting workers", quiet=quiet) as (refresh, _):
+
+        def report(workload: Workload, stage: str, device: str = "") -> None:
+            if stage == DONE:
+                pace.leave(workload.label)
+            else:
+                pace.enter(workload.label, stage, device)
+            refresh()
+
+        yield report
+        pace.finish()
 
 
 @contextlib.contextmanager
-def shown_pace(pace: Pace, first: str, *, quiet: bool) -> Iterator[Report]:
-    """Show the progress of named tasks; yield a function that reports a task and its stage.
+def shown_runs(pace: RunPace, first: str, *, quiet: bool) -> Iterator[Hidden]:
+    """Show the progress of a model's runs; yield a function that hides it in a `with` block.
 
     Args:
-        first: text shown until a task reports its first stage.
+        first: text shown until the first stage.
     """
+    with _bar(pace, first, quiet=quiet) as (refresh, hidden):
+        pace.changed = refresh
+        yield hidden
+
+
+@contextlib.contextmanager
+def _bar(
+    pace: Pace | RunPace, first: str, *, quiet: bool
+) -> Iterator[tuple[Callable[[], None], Hidden]]:
+    """Show a bar; yield a function that shows the finished work, and one that hides the bar."""
     columns = (
         MofNCompleteColumn(),
         NowColumn(pace, first),
@@ -93,12 +110,10 @@ def shown_pace(pace: Pace, first: str, *, quiet: bool) -> Iterator[Report]:
     ) as progress:
         task = progress.add_task("", total=pace.total)
 
-        def report(name: str, stage: str, device: str = "") -> None:
-            if stage == DONE:
-                pace.leave(name)
-            else:
-                pace.enter(name, stage, device)
-            progress.update(task, completed=pace.done)
+        @contextlib.contextmanager
+        def hidden() -> Iterator[None]:
+            progress.stop()
+            yield
+            progress.start()
 
-        yield report
-        pace.finish()
+        yield lambda: progress.update(task, completed=pace.done, total=pace.total), hidden

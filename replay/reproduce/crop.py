@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import numbers_of_heads
 from capture.call.strides import narrow_expanded
 from capture.recording.paging import with_pages_read
 from capture.storage.header import CallHeader, stored_tensors
@@ -75,8 +76,7 @@ def _take_groups(call: AttentionCall, first: int, end: int) -> AttentionCall:
     group = call.shape.q_heads // call.shape.kv_heads
     heads = first * group, end * group
     part = _narrowed(call, 1, *heads, "query", "output", "attn_mask")
-    if part.sinks is not None:
-        part = replace(part, sinks=part.sinks[slice(*heads)])
+    part = part.with_tensors(numbers_of_heads(call.tensors(), slice(*heads), slice(first, end)))
     return _narrowed(part, 1, first, end, "key", "value")
 
 

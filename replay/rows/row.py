@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
+from capture.call.batch import BatchSize
 from capture.call.shape import Shape
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Summary
 from replay.rows.meaning import Column, Meaning, digits, few
@@ -19,7 +20,7 @@ DEFAULT_BASELINE = "torch-default"
 HERE = "this"
 """Name of the Python environment of the parent process."""
 
-CACHING = ("prefill", "decode")
+CACHING = ("prefill", "extend", "decode", "mixed")
 """Phases of a language model that keeps keys and values in a cache."""
 
 Status = Literal[
@@ -80,7 +81,9 @@ class CallFacts:
     model: Annotated[str, "model or suite that the call comes from"] = ""
     weights: Annotated[str, "weights that produced the values"] = ""
     module: Annotated[str, "path of the module that made the call"] = ""
-    phase: Annotated[str, "denoise, prefill, decode, encode, or synthetic"] = ""
+    phase: Annotated[
+        str, "denoise, prefill, extend, decode, mixed (an engine's batch), encode, or synthetic"
+    ] = ""
     backend: Annotated[
         str,
         "kernel that PyTorch chose when the call was recorded, or the function that replaced SDPA",
@@ -108,6 +111,7 @@ class CallFacts:
         "empty if there are none",
     ] = ""
     road: Annotated[str, "entry point of the call: sdpa, or a library or registry"] = "sdpa"
+    batch: Annotated[BatchSize | None, "batch of an engine: {}; empty for other calls"] = None
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,13 @@ class Energy:
 class Roof:
     """Measured peak compute and memory throughput of the machine."""
 
-    tflops: Annotated[float, Meaning("of a large matrix product in the call's dtype", "TFLOPS")]
-    gb_per_s: Annotated[float, Meaning("of a large copy in memory", "GB/s")]
+    tflops: Annotated[
+        float, Meaning("throughput of a large matrix product in the call's dtype", "TFLOPS")
+    ]
+    gb_per_s: Annotated[float, Meaning("throughput of a large copy in memory", "GB/s")]
+    interrupted: Annotated[
+        bool, "True if other programs interrupted every run, so that the roof may be too low"
+    ] = False
 
     def at(self, flop_per_byte: float) -> float:
         """Return the maximum TFLOPS at this arithmetic intensity, in FLOP per byte."""
@@ -355,13 +364,13 @@ class Row:
         ),
     ] = None
     roof: Annotated[
-        Roof | None, "throughput {}, measured before the kernels (--metric roofline, --report)"
+        Roof | None, "{}, measured before the kernels (--metric roofline, --report)"
     ] = None
     roof_share: Annotated[
         float | None,
         Meaning(
             "TFLOPS / the lower of the measured peak and FLOP/B · the measured bandwidth; empty "
-            "above 105 %, or if no query sees a key",
+            "above 105 %, if `roof.interrupted`, or if no query sees a key",
             columns=(Column("work", "roofline", "of roof", digits(".0%")),),
         ),
     ] = None

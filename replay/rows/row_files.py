@@ -201,7 +201,9 @@ def read_jsonl(path: Path) -> StoredRows:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise RowsError(f"cannot read {path}: {error.strerror}") from error
+        raise RowsError(
+            f"cannot read {path}: {error.strerror}; name a file of `replay --json`"
+        ) from error
     except UnicodeDecodeError as error:
         raise RowsError(f"{path} was not written by `replay --json`") from error
     rows = []

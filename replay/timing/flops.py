@@ -53,7 +53,7 @@ def bytes_moved(call: AttentionCall) -> int:
     """Count the bytes of query, key, value and mask, read once, and of the output, written once.
 
     Each tensor counts with its stored element size. Expanded (stride 0) dimensions, a value that is
-    part of the key, and pages of a cache count once. The output counts in the query's dtype, even
+    part of the key, and pages of a cache count once. The output counts in the call's dtype, even
     if a kernel quantises internally.
     """
     shape = call.shape
@@ -64,7 +64,7 @@ def bytes_moved(call: AttentionCall) -> int:
     if call.attn_mask is not None:
         read.append(call.attn_mask)
     read_bytes = sum(_stored_elements(tensor) * tensor.element_size() for tensor in read)
-    return read_bytes + output_elements * call.query.element_size()
+    return read_bytes + output_elements * call.dtype.itemsize
 
 
 def arithmetic_intensity(call: AttentionCall) -> float:

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from replay.kernels.registry import find
 from tests.attention_kernels import calls
 from tests.attention_kernels.calls import DEVICE, LOADS, call_of, lengths, normal, offsets
 from tests.replay.kernels.pairwise import each_pair
-from tests.variant_calls import paged_call
+from tests.variant_calls import in_float8, paged_call
 
 # An overflow is harmless: the tanh of a large score is still 1.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
@@ -170,18 +171,37 @@ DECODED: list[AttentionVariant] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "variant", [AttentionVariant(), AttentionVariant(True, (40, None), 2.0)], ids=str
+@each_pair(
+    name=["triton-paged-decode", "triton-varlen"],
+    variant=[
+        AttentionVariant(),
+        AttentionVariant(True, (40, None), 2.0),
+        AttentionVariant(True, (60, 4)),
+    ],
+    longest=[None, 11, 70],
+    scaled=[(), ("key", "value")],
 )
-def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
-    sizes = {"q_len": 3, "q_heads": 6, "kv_heads": 2, "dtype": torch.float16, "device": DEVICE}
-    call = paged_call([200, 70], 16, **sizes, is_causal=True, variant=variant).to(DEVICE)
-    verify("triton-paged-decode", call)
+def test_recorded_pages_are_read_as_they_lie(
+    name: str, variant: AttentionVariant, longest: int | None, scaled: tuple[str, ...]
+) -> None:
+    """A sequence has three queries, or two packed sequences have one and `longest` queries."""
+    packed: dict[str, Any] = {"q_len": 3}
+    if longest is not None:
+        packed = {"q_len": 1 + longest, "cu_seqlens_q": offsets(1, longest)}
+    sizes = {**packed, "q_heads": 6, "kv_heads": 2, "dtype": torch.float16, "device": DEVICE}
+    is_causal = variant.window[1] is None
+    call = paged_call([200, 70], 16, **sizes, is_causal=is_causal, variant=variant)
+    call = in_float8(call, *scaled).to(DEVICE)
+    if longest == 70 and name == "triton-paged-decode":
+        assert "at most 16 queries" in str(find(name).refuses(call))
+        return
+    assert find(name).refuses(in_float8(call, "query")) == "queries in 8 bits"
+    verify(name, call)
     key, value = call.key.clone(), call.value.clone()
     nobodys = [page for page in range(key.shape[0]) if page not in call.page_table]
     for tensor in (key, value):
         tensor[nobodys] = math.nan
-    verify("triton-paged-decode", call.with_tensors({"key": key, "value": value}))
+    verify(name, call.with_tensors({"key": key, "value": value}))
 
 
 @each_pair(q_len=[1, 5], is_causal=[False, True], variant=DECODED)

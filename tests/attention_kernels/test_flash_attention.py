@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attention_kernels import flash_operators
 from attention_kernels.decode.cache_update import append_to_cache, gather_pages
 from attention_kernels.flash_attention import (
     flash_attn_func,
@@ -122,9 +123,13 @@ def test_batch(q_len: int, k_len: int, options: dict[str, Any]) -> None:
 
 
 @each_pair(
-    q_lens=[(3, 3, 3), (5, 170, 1)], layout=["whole", "used", "pages"], options=range(len(OPTIONS))
+    q_lens=[(3, 3, 3), (5, 170, 1), (5, 0, 2)],
+    layout=["whole", "used", "pages", "FP8 pages", "gathered pages"],
+    options=range(len(OPTIONS)),
 )
-def test_packed(q_lens: tuple[int, ...], layout: str, options: int) -> None:
+def test_packed(
+    q_lens: tuple[int, ...], layout: str, options: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     k_lens = (30, 7, 44)
     given, chosen = sequences(q_lens, k_lens), OPTIONS[options]
     more: dict[str, Any] = {"cu_seqlens_k": offsets(*k_lens), "max_seqlen_q": max(q_lens)}
@@ -135,12 +140,27 @@ def test_packed(q_lens: tuple[int, ...], layout: str, options: int) -> None:
             for i in (1, 2)
         )
         more = {"cu_seqlens_k": offsets(35, 12, 49), "seqused_k": lengths(*k_lens)}
-    elif layout == "pages":
+    elif "pages" in layout:
+        monkeypatch.setattr(flash_operators, "_is_gathered", lambda *_: layout[0] == "g")
         cache = Cache("pages", 3)
         cache.write(given, k_lens)
         key, value = cache.key, cache.value
         cache.table[1, 1:] = 99  # not read
         more |= {"block_table": cache.table, "max_seqlen_k": 44}
+    if layout == "FP8 pages":
+        key, value = (each.to(torch.float8_e4m3fn) for each in (key, value))
+        units = normal(2, 2, dtype=torch.float32).abs()
+        more |= {"k_descale": units[0], "v_descale": units[1].expand(3, 2)}
+        given = [
+            (
+                q,
+                *(
+                    each.to(key.dtype).float() * unit[:, None]
+                    for each, unit in zip(kv, units, strict=True)
+                ),
+            )
+            for q, *kv in given
+        ]
     q = torch.cat([each[0] for each in given])
     output, lse, _ = flash_attn_varlen_func(
         q, key, value, offsets(*q_lens), **more, **chosen, return_attn_probs=True

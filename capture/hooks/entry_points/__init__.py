@@ -11,10 +11,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from capture.hooks.entry_points import comfyui, diffusers, flex_attention, libraries, transformers
+from capture.hooks.entry_points import (
+    comfyui,
+    diffusers,
+    flex_attention,
+    libraries,
+    transformers,
+    vllm,
+)
 from capture.hooks.interceptor import Handler
 
-ENTRY_POINTS = (transformers, diffusers, comfyui, flex_attention, libraries)
+ENTRY_POINTS = (transformers, diffusers, comfyui, vllm, flex_attention, libraries)
 
 
 @contextlib.contextmanager

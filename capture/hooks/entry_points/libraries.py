@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_variant import AttentionVariant
+from capture.call.per_head import SCALES
 from capture.hooks.entry_points.wrapper import (
     BHSD,
     BSHD,
@@ -98,8 +99,8 @@ _CHANGE_NOTHING = {
     *("num_heads_q", "enable_gqa", "is_causal", "m_block_size", "n_block_size", "num_threads"),
     *("rotary_interleaved", "tile_scheduler_metadata", "min_seqlen_k", "fa_version"),
 }
-_DESCALES = {"q_descale", "k_descale", "v_descale"}
-"""Arguments that scale 8-bit tensors; they are ignored for other tensors."""
+_DESCALES = {"q_descale": "query", "k_descale": "key", "v_descale": "value"}
+"""Arguments (B, Hkv) that scale 8-bit tensors; they are ignored for other tensors."""
 _RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return_aux"}
 
 
@@ -127,7 +128,7 @@ def _translation(function: Callable[..., Any], entry_point: str, kernel: str) ->
     def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, OutputLayout]:
         given = signature.bind(*args, **kwargs).arguments
         named: dict[str, Any] = {}
-        refused, scales, returns, out = [], [], "", None
+        refused, returns, out = [], "", None
         for name, value in given.items():
             if name in ("qkv", "kv"):
                 parts = _unpacked(value, given.get("num_heads_q"))
@@ -142,12 +143,21 @@ def _translation(function: Callable[..., Any], entry_point: str, kernel: str) ->
                 returns = "the log-sum-exp" if value else returns
             elif name == "out":
                 out = value
-            elif name in _DESCALES:
-                scales += [] if value is None else [name]
-            elif name not in _CHANGE_NOTHING and not _is_default(value, defaults[name]):
+            elif (
+                name not in _CHANGE_NOTHING
+                and name not in _DESCALES
+                and not _is_default(value, defaults[name])
+            ):
                 refused.append(name)
-        if 1 in (named["query"].element_size(), named["key"].element_size()):
-            refused += scales
+        for name, scaled in _DESCALES.items():
+            if named[scaled].element_size() == 1:
+                scale = given.get(name)
+                if scale is None:
+                    scale = torch.ones(1, named["key"].shape[-2], device=named["key"].device)
+                if scale.shape[0] > 1 and scale.stride(0) > 0:
+                    refused.append(f"a {name} of its own for each sequence")
+                else:
+                    named[SCALES[scaled]] = scale[0]
         arguments, form = _arguments(named, entry_point, kernel, refused, returns)
         if out is None:
             return arguments, form
@@ -212,6 +222,7 @@ def _arguments(
         **starts,
         seqused_k=used,
         page_table=table,
+        **{name: named.get(name) for name in SCALES.values()},
         variant=AttentionVariant(
             bottom_right=is_causal or (left, right) != (None, None),
             window=(left, right),

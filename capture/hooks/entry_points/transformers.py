@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_variant import PLAIN, AttentionVariant, Window
-from capture.hooks.entry_points import flex_attention
+from capture.hooks.entry_points import continuous_batching, flex_attention
 from capture.hooks.entry_points.wrapper import (
     BSHD_AND_WEIGHTS,
     OutputLayout,
@@ -50,12 +50,18 @@ def follow(handler: Handler) -> Iterator[None]:
     wrappers: dict[tuple[str | None, object], Callable[..., Any]] = {}
 
     def with_handler(name: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
-        translate = _translation(name, function)
-        if translate is None or function in wrappers.values():
+        translate, of_batch = _translation(name, function), _batch_translation(name, function)
+        is_left = translate is None and (of_batch is None or torch.compiler.is_compiling())
+        if is_left or function in wrappers.values():
             return function
         if (name, function) not in wrappers:
             called = flex_attention.as_compiled(function) if translate is _flex else function
-            wrappers[name, function] = wrapped(called, translate, handler)
+            wrapper = function if translate is None else wrapped(called, translate, handler)
+            if of_batch is not None:
+                wrapper = continuous_batching.with_updated_cache(
+                    function, of_batch, handler, wrapper
+                )
+            wrappers[name, function] = wrapper
         return wrappers[name, function]
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
@@ -95,6 +101,27 @@ def _translation(name: str | None, function: Callable[..., Any]) -> Translate | 
     if defined_in == "transformers.integrations.flex_attention" or name == "flex_attention":
         return _flex
     return _eager(function, name)
+
+
+def _batch_translation(name: str | None, function: Callable[..., Any]) -> Translate | None:
+    """Return the translation of calls whose cache was updated; None for other functions."""
+    defined_in = getattr(function, "__module__", "")
+    if defined_in == "transformers.integrations.flash_attention":
+        return functools.partial(_flash_batch, name or "flash_attention_2")
+    return continuous_batching.MASKED.get(defined_in)
+
+
+def _flash_batch(
+    name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Arguments, OutputLayout]:
+    """Translate a batch of packed sequences, or of one query each with its keys in pages."""
+    backend = _FLASH_KERNELS.get(name, f"transformers.{name}")
+    table = kwargs.pop("block_table", None)
+    if table is not None:
+        return continuous_batching.paged(backend, query, key, value, table, **kwargs)
+    if continuous_batching.is_padded(query, key, **kwargs):
+        return continuous_batching.refused_as_padded(backend, query, key, value)
+    return _flash(name, module, query, key, value, *args, **kwargs)
 
 
 def _eager(function: Callable[..., Any], name: str | None) -> Translate:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import numbers_of_heads
 from capture.call.strides import picked
 from replay.diagnosis.derived import can_be_gathered, gathered
 from replay.diagnosis.hypotheses.others import of_other_sequences
@@ -179,6 +180,6 @@ def _chosen(call: AttentionCall, indices: dict[str, Tensor], dim: int) -> Attent
     mask = call.attn_mask
     if mask is not None and (at := dim + mask.ndim - 4) >= 0 and mask.shape[at] > 1:
         found["attn_mask"] = picked(mask, at, indices["query"])
-    if call.sinks is not None and dim == 1:
-        found["sinks"] = call.sinks[indices["query"]]
+    if dim == 1:
+        found |= numbers_of_heads(call.tensors(), indices["query"], indices["key"])
     return replace(call.with_tensors(found), output=None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import SCALES
 from replay.diagnosis.derived import part, scores
 from replay.diagnosis.subject import COLLAPSE, Evidence, Score, Subject
 
@@ -38,7 +39,7 @@ def overflow(subject: Subject) -> Evidence | None:
     Q or K is divided and the scale multiplied, which keeps every score unchanged; or V is divided,
     which divides the output. If the output is not finite, the scores are also reduced.
     """
-    call, small = subject.call, part(subject.call, subject.place)
+    call, small = subject.call, part(subject.call, subject.place).without_scales()
     numbers = _numbers(small)
     batch, head, rows = subject.place
     is_finite = subject.own.error < torch.inf
@@ -91,7 +92,8 @@ HOW = {
 def _scaled(call: AttentionCall, name: str, factor: float) -> AttentionCall:
     """Return the call with smaller values; scaled scores come from a scaled query."""
     tensor = "query" if name == "scores" else name
-    scaled = call.with_tensors({tensor: getattr(call, tensor) * factor})
+    changed = tensor if getattr(call, SCALES[tensor]) is None else SCALES[tensor]
+    scaled = call.with_tensors({changed: getattr(call, changed) * factor})
     scale = call.softmax_scale / factor if name in ("query", "key") else call.scale
     return replace(scaled, output=None, scale=scale)
 
@@ -139,6 +141,8 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     """
     call = subject.call
     if call.value_is_in_key or call.page_table is not None or call.variant.softcap is not None:
+        return None
+    if call.key_scale is not None:  # centred keys would need another scale
         return None
     small = part(call, subject.place)
     sizes, channels = _outliers(small.key[0, 0])

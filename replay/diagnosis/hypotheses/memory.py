@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from replay.diagnosis.derived import HeadRows
+from replay.diagnosis.derived import HeadRows, mapped
 from replay.diagnosis.subject import Evidence, Score, Subject, heads_of
 from replay.isolation.inputs import Inputs
 
@@ -61,8 +61,12 @@ def _recur(
 def _kept_from_before(subject: Subject) -> Evidence | None:
     """Test whether some rows still hold the previous call's output, in memory that is reused."""
     call = subject.call
-    small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}
-    other = replace(call.with_tensors({**small, "value": call.value / -16}), output=None)
+    small = {
+        "query": mapped(call.query, lambda query: query.clamp(-1, 1)),
+        "key": mapped(call.key, lambda key: key.clamp(-1, 1)),
+        "value": mapped(call.value, lambda value: value / -16),
+    }
+    other = replace(call.with_tensors(small), output=None)
     first = None if call.value_is_in_key else subject.run(other)
     if first is None:
         return None

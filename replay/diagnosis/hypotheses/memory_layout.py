@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import PER_HEAD
 from replay.accuracy.reference import attention
 from replay.diagnosis.derived import HeadRows, can_be_gathered, part
 from replay.diagnosis.subject import Evidence, Subject
@@ -65,7 +66,8 @@ def _rows(layout: _Layout, batch: int) -> Tensor:
 def _layouts(call: AttentionCall, place: HeadRows) -> Iterator[_Layout]:
     shape, (_, head, rows) = call.shape, place
     heads = torch.full_like(rows, head)
-    if call.attn_mask is None and call.sinks is None and shape.q_len % max(shape.kv_len, 1) == 0:
+    has_heads = call.attn_mask is not None or any(name in call.tensors() for name in PER_HEAD)
+    if not has_heads and shape.q_len % max(shape.kv_len, 1) == 0:
         swapped = {name: getattr(call, name).transpose(1, 2) for name in ("query", "key", "value")}
         yield _Layout(
             "the output is that of tensors in (B, S, H, D): positions are taken for heads",

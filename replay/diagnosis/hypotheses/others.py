@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import numbers_of_heads
 from capture.text.counted import counted
 from replay.accuracy.reference import attention
-from replay.diagnosis.derived import HeadRows, can_be_gathered, part
+from replay.diagnosis.derived import HeadRows, can_be_gathered, mapped, part
 from replay.diagnosis.subject import COLLAPSE, Evidence, Reading, Subject
 
 MOST_SEQUENCES = 16
@@ -39,6 +40,9 @@ def other_heads(call: AttentionCall) -> Iterator[Reading]:
     for name, places in maps.items():
         key, value = (each.index_select(1, places) for each in (call.key, call.value))
         other = replace(call, key=key, value=value, enable_gqa=False)
+        other = other.with_tensors(numbers_of_heads(call.tensors(), heads, places))
+        if call.query_scale is not None:
+            other = replace(other, query_scale=call.query_scale[to_kv])
         yield Reading("head-mapping", f"the output is that of {name}", other)
 
 
@@ -118,7 +122,9 @@ def of_other_sequences(subject: Subject) -> Evidence | None:
         others[batch] = False
     others = others.to(call.device)
     turned = {name: getattr(call, name) for name in ("key", "value")}
-    turned = {name: torch.where(others, -each, each) for name, each in turned.items()}
+    turned = {
+        name: torch.where(others, mapped(each, torch.neg), each) for name, each in turned.items()
+    }
     given, again = subject.run(replace(call.with_tensors(turned), output=None)), subject.run(call)
     if given is None or again is None:
         return None
@@ -144,8 +150,11 @@ def kv_heads(subject: Subject) -> Evidence | None:
     if shape.kv_heads == shape.q_heads or call.page_table is not None:
         return None
     group = shape.q_heads // shape.kv_heads
+    of_queries = torch.arange(shape.kv_heads, device=call.device).repeat_interleave(group)
     repeated = {
-        name: getattr(call, name).repeat_interleave(group, dim=1) for name in ("key", "value")
+        "key": call.key.repeat_interleave(group, dim=1),
+        "value": call.value.repeat_interleave(group, dim=1),
+        **numbers_of_heads(call.tensors(), slice(None), of_queries),
     }
     score = subject.cured_by(replace(call.with_tensors(repeated), enable_gqa=False, output=None))
     if score is None:

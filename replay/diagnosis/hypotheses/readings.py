@@ -17,6 +17,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.mask_structure import structure_of
+from capture.call.per_head import SCALES
 from replay.diagnosis.derived import (
     HeadRows,
     can_be_gathered,
@@ -140,6 +141,10 @@ def _features(call: AttentionCall) -> Iterator[Reading]:
         yield Reading("mask-ignored", sentence, replace(call, seqused_k=None))
     if call.sinks is not None:
         yield Reading("unknown", f"{equals} without the sinks", replace(call, sinks=None))
+    for name, scale in SCALES.items():
+        if getattr(call, scale) is not None:
+            stored = call.with_tensors({scale: torch.ones_like(getattr(call, scale))})
+            yield Reading("unknown", f"{equals} without the {name}'s scale", stored)
     if variant.softcap is not None:
         without = replace(call, variant=replace(variant, softcap=None))
         yield Reading("unknown", f"{equals} without the soft cap", without)
@@ -235,7 +240,7 @@ def _multiplied(subject: Subject) -> Evidence | None:
     batch, head, rows = subject.place
     shown = mask_of(subject.call, batch, head, rows)
     assert shown is not None
-    small = part(replace(subject.call, attn_mask=None), subject.place)
+    small = part(replace(subject.call, attn_mask=None), subject.place).without_scales()
     found, value = scores(small), small.value[0, 0].to(torch.float64)
     if small.attn_mask is not None:
         found = found.masked_fill(~small.attn_mask[0, 0], -math.inf)

@@ -3,23 +3,36 @@
 `eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, and a
 second product. `torch-masked` is SDPA with causality, window and sequences converted to a mask, as
 in models that use features for which SDPA has no argument. Both kernels first copy paged keys into
-contiguous memory.
+contiguous memory, and convert scaled 8-bit values to the dtype of the output.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call.attention_variant import FEATURES
+from capture.call.attention_variant import FEATURES, is_scaled, output_dtype
+from capture.call.per_head import SCALES, true_values
 from replay.kernels.constraints import AnyCall, all_of, no_dropout
 from replay.kernels.layout import in_layout
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import at_once, drop_in
+
+
+def _plain(call: AnyCall) -> AnyCall:
+    """Return a call with true values and without pages."""
+    call = _gathered(call)
+    if not is_scaled(call):
+        return call
+    changed: dict[str, Any] = dict.fromkeys(SCALES.values())
+    for name, scale in SCALES.items():
+        changed[name] = true_values(getattr(call, name), getattr(call, scale), output_dtype(call))
+    return in_layout(call, lambda tensor: tensor)._replace(**changed)
 
 
 def _gathered(call: AnyCall) -> AnyCall:
@@ -88,7 +101,7 @@ def _mask(call: AnyCall) -> Tensor | None:
 
 
 def _eager(call: AnyCall) -> Tensor:
-    call = _gathered(call)
+    call = _plain(call)
     query, key, value = call.query, call.key, call.value
     if query.shape[1] != key.shape[1]:
         group = query.shape[1] // key.shape[1]
@@ -118,7 +131,7 @@ def _may_see_nothing(call: AnyCall) -> bool:
 
 
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
-    call = _gathered(call)
+    call = _plain(call)
     mask = _mask(call)
     # SDPA's backends disagree about rows without visible keys, which some calls have.
     without = None

@@ -130,4 +130,5 @@ register_adapted(
     "FlashAttention 2's decode over a key/value cache",
     prepare=_prepare_cached,
     features=(*KNOWN, "key-lengths", "paged"),
+    packed_decode=True,
 )

@@ -8,7 +8,8 @@ key that the value shares are its arguments `qv` and `v_cache`.
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
 and key head (the shape of `q_descale`, `k_descale` and `v_descale`). The drop-in includes this
 quantisation; the core does not. The library's output is bfloat16; the drop-in converts it to the
-dtype that SDPA would return.
+dtype that SDPA would return. `fa3-kvcache-fp8` is `fa3-kvcache` for queries and caches that are
+already in float8_e4m3fn, with the scales of the call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.per_head import SCALES
 from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
@@ -68,7 +70,7 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
     return output_of(LIBRARY.load().flash_attn_varlen_func(**varlen_arguments(call, packed)))
 
 
-def _run_cached(call: Arguments, **latent: Tensor) -> Tensor:
+def _run_cached(call: Arguments, **more: Tensor) -> Tensor:
     given = {"cache_seqlens": call.seqused_k, "page_table": call.page_table}
     lengths: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
     query, offsets = call.query, call.cu_seqlens_q
@@ -78,7 +80,7 @@ def _run_cached(call: Arguments, **latent: Tensor) -> Tensor:
         query, lengths = query[0], {**lengths, "cu_seqlens_q": offsets, "max_seqlen_q": longest}
     output = output_of(
         LIBRARY.load().flash_attn_with_kvcache(
-            query, call.key, call.value, **lengths, **latent, **options(call)
+            query, call.key, call.value, **lengths, **more, **options(call)
         )
     )
     return output if offsets is None else output[None]
@@ -89,6 +91,19 @@ def _run_latent(call: Arguments) -> Tensor:
         each.tensor_split([limits.LATENT_DIM], dim=-1) for each in (call.query, call.key)
     )
     return _run_cached(call._replace(query=query_tail, key=key_tail), qv=query)
+
+
+def _run_scaled(call: Arguments) -> Tensor:
+    offsets = call.cu_seqlens_q
+    sequences = call.query.shape[0] if offsets is None else offsets.shape[0] - 1
+    given = {name: getattr(call, scale) for name, scale in SCALES.items()}
+    descales = {f"{name[0]}_descale": each.expand(sequences, -1) for name, each in given.items()}
+    return _run_cached(call, **descales)
+
+
+def _needs_scales(call: AnyCall) -> str | None:
+    given = [getattr(call, name) for name in SCALES.values()]
+    return "needs a scale of query, key and value" if None in given else None
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -163,6 +178,28 @@ register_adapted(
     prepare=_prepare_cached,
     features=(*KNOWN, "key-lengths", "packed", "paged"),
 )
+_attend_scaled, _prepare_scaled = on_bshd(_run_scaled)
+register_adapted(
+    "fa3-kvcache-fp8",
+    _CACHED,
+    _attend_scaled,
+    (
+        limits.dtypes(FP8),
+        _needs_scales,
+        limits.same_value_dim,
+        limits.max_head_dim(256),
+        limits.head_dim_multiple_of(16),
+        limits.no_dropout,
+        limits.no_mask,
+        limits.packed_in_pages_only,
+        limits.decode_or_key_lengths,
+        limits.causal_only_square,
+    ),
+    "FlashAttention 3's decode over a key/value cache in float8 with scales",
+    prepare=_prepare_scaled,
+    accuracy_class="quantised",
+    features=(*KNOWN, "key-lengths", "packed", "paged", "scaled"),
+)
 _attend_latent, _prepare_latent = on_bshd(_run_latent)
 register_adapted(
     "fa3-mla",
@@ -172,4 +209,5 @@ register_adapted(
     "FlashAttention 3's decode with absorbed latent attention",
     prepare=_prepare_latent,
     features=("bottom-right", "key-lengths", "paged"),
+    packed_decode=True,
 )

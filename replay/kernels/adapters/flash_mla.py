@@ -67,4 +67,5 @@ register_adapted(
     "FlashMLA's decode with absorbed latent attention (Hopper)",
     prepare=_prepare,
     features=("bottom-right", "paged"),
+    packed_decode=True,
 )

@@ -50,7 +50,7 @@ LIBRARY = Library(
 WORKSPACE_BYTES = 128 * 2**20
 """Size of a workspace that FlashInfer recommends."""
 
-_limits = (
+LIMITS = (
     limits.no_dropout,
     limits.half_precision,
     limits.same_value_dim,
@@ -64,29 +64,29 @@ _KNOWN = ("bottom-right", "window", "softcap")
 def _queries_within_keys(call: AnyCall) -> str | None:
     """Refuse bottom-right causal calls with more queries than keys, as FlashInfer does."""
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
-    if call.cu_seqlens_q is not None or q_len <= kv_len or not _options(call)["causal"]:
+    if call.cu_seqlens_q is not None or q_len <= kv_len or not options(call)["causal"]:
         return None
     return f"causal with more queries ({q_len}) than keys ({kv_len})"
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _workspace(name: str, device: torch.device) -> Tensor:
     # The decode wrapper expects zeros at first use, so it cannot share prefill's memory.
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _new_wrapper(name: str, device: torch.device, **options: Any) -> Any:
+def new_wrapper(name: str, device: torch.device, **options: Any) -> Any:
     return getattr(LIBRARY.load(), name)(_workspace(name, device), kv_layout="NHD", **options)
 
 
 @functools.lru_cache(maxsize=8)
-def _wrapper(name: str, device: torch.device, masked: bool, **options: Any) -> Any:
+def shared_wrapper(name: str, device: torch.device, masked: bool, **options: Any) -> Any:
     """Return a wrapper that drop-in calls share, as a model's layers do.
 
     Masked calls have their own wrapper, because a wrapper that has planned with a mask keeps
     applying it.
     """
-    return _new_wrapper(name, device, **options)
+    return new_wrapper(name, device, **options)
 
 
 def _whole_mask(call: AnyCall) -> Tensor | None:
@@ -97,7 +97,7 @@ def _whole_mask(call: AnyCall) -> Tensor | None:
     return mask[:, 0].expand(call.query.shape[0], call.query.shape[2], call.key.shape[2])
 
 
-def _options(call: AnyCall) -> dict[str, Any]:
+def options(call: AnyCall) -> dict[str, Any]:
     """Return the arguments common to `plan` and the function for one sequence."""
     left, right = call.variant.window
     found: dict[str, Any] = {"causal": call.is_causal or right == 0, "sm_scale": call.scale}
@@ -112,7 +112,7 @@ def _window_and_cap(left: int | None, softcap: float | None) -> dict[str, Any]:
 def _single(call: Arguments, backend: str, **mask: Tensor) -> Tensor:
     """Run one sequence, whose tensors are (S, H, D)."""
     output = LIBRARY.load().single_prefill_with_kv_cache(
-        call.query, call.key, call.value, kv_layout="NHD", backend=backend, **_options(call), **mask
+        call.query, call.key, call.value, kv_layout="NHD", backend=backend, **options(call), **mask
     )
     return output.transpose(0, 1)[None]
 
@@ -129,7 +129,7 @@ def _plan(wrapper: Any, call: AnyCall, packed: Packed | None) -> None:
         kv_heads,
         head_dim,
         q_data_type=call.query.dtype,
-        **_options(call),
+        **options(call),
         **({} if mask is None else {"custom_mask": mask.flatten()}),
     )
 
@@ -148,7 +148,9 @@ def _packed(call: AnyCall) -> Packed | None:
 def _prefill(call: Arguments, backend: str) -> Tensor:
     batch, flat, packed = call.query.shape[0], in_layout(call, thd), _packed(call)
     if batch > 1 or packed is not None:
-        wrapper = _wrapper(RAGGED, call.query.device, call.attn_mask is not None, backend=backend)
+        wrapper = shared_wrapper(
+            RAGGED, call.query.device, call.attn_mask is not None, backend=backend
+        )
         _plan(wrapper, call, packed)
         return _unflat(wrapper.run(flat.query, flat.key, flat.value), batch)
     mask = _whole_mask(call)
@@ -159,7 +161,7 @@ def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
     flat, packed = in_layout(call, lambda each: thd(each).contiguous()), _packed(call)
     batch = call.shape.batch
     if batch > 1 or packed is not None:
-        wrapper = _new_wrapper(RAGGED, call.device, backend=backend)
+        wrapper = new_wrapper(RAGGED, call.device, backend=backend)
         _plan(wrapper, call, packed)
         return lambda: _unflat(wrapper.run(flat.query, flat.key, flat.value), batch)
     mask = _whole_mask(call)
@@ -184,7 +186,7 @@ def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 
 
-class _Pages(NamedTuple):
+class Pages(NamedTuple):
     """The pages of all sequences, one sequence after the other."""
 
     offsets: Tensor
@@ -200,7 +202,7 @@ class _Pages(NamedTuple):
         return self.lengths - (self.offsets.diff() - 1) * self.page_size
 
     @classmethod
-    def of(cls, call: AnyCall, page_size: int) -> _Pages:
+    def of(cls, call: AnyCall, page_size: int) -> Pages:
         """Return a call's own pages, or the pages of `page_size` keys that `_paged` makes."""
         batch, length = call.query.shape[0], call.key.shape[2]
         device, lengths, table = call.query.device, call.seqused_k, call.page_table
@@ -218,7 +220,7 @@ class _Pages(NamedTuple):
 
 
 def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
-    pages = _Pages.of(call, page_size)
+    pages = Pages.of(call, page_size)
     wrapper.plan(
         pages.offsets,
         pages.numbers,
@@ -248,13 +250,13 @@ def _tensor_cores(call: AnyCall) -> bool:
 
 def _decode(call: Arguments, page_size: int) -> Tensor:
     """Run paged decode, including the copy into pages and the plan."""
-    wrapper = _wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
+    wrapper = shared_wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
     return wrapper.run(unit_stride(call.query)[:, :, 0], _cache(call, page_size))[:, :, None]
 
 
 def _prepare_decode(call: AttentionCall, page_size: int) -> Callable[[], Tensor]:
-    wrapper = _new_wrapper(DECODE, call.device, use_tensor_cores=_tensor_cores(call))
+    wrapper = new_wrapper(DECODE, call.device, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
     query, cache = call.query[:, :, 0].contiguous(), _cache(call, page_size)
     return lambda: wrapper.run(query, cache)[:, :, None]
@@ -266,7 +268,7 @@ def _prepare_latent(call: AnyCall) -> Callable[[], Tensor]:
     wrapper = getattr(LIBRARY.load(), name)(_workspace(name, device))
     batch, heads, _, head_dim = call.query.shape
     parts = limits.LATENT_DIM, head_dim - limits.LATENT_DIM
-    pages = _Pages.of(call, 0)
+    pages = Pages.of(call, 0)
     wrapper.plan(
         even_offsets(batch, 1, device),
         *pages[:3],
@@ -296,7 +298,7 @@ for _backend, _library, _mask in (
         _library,
         partial(_prefill, backend=_backend),
         (
-            *_limits,
+            *LIMITS,
             limits.mask_or_causal,
             *_mask,
             limits.mask_alone,
@@ -318,7 +320,7 @@ def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         LIBRARY,
         partial(_decode, page_size=page_size),
         (
-            *_limits,
+            *LIMITS,
             limits.decode_only,
             limits.no_mask,
             limits.causal_only_square,
@@ -328,6 +330,7 @@ def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         prepare=partial(_prepare_decode, page_size=page_size),
         options=_decode_kernel,
         features=(*_KNOWN, "key-lengths", "paged"),
+        packed_decode=True,
     )
 
 
@@ -340,4 +343,5 @@ register_adapted(
     "FlashInfer's decode with absorbed latent attention over pages",
     prepare=_prepare_latent,
     features=("bottom-right", "paged"),
+    packed_decode=True,
 )

@@ -164,7 +164,7 @@ def _block_mask_is_kept(call: AnyCall) -> bool:
 
 
 _limits = (no_dropout, up_to_float32, _sinks_on_gpu, _some_keys)
-_KNOWN = FEATURES.keys() - {"paged"}
+_KNOWN = FEATURES.keys() - {"paged", "scaled"}
 
 register(
     Kernel(

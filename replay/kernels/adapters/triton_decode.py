@@ -1,10 +1,10 @@
 """Our Triton kernels for one or a few query tokens: keys in one piece, and keys in pages.
 
 If the value is the first part of the key, as in DeepSeek's absorbed latent attention, the shared
-part is read only once. A cache that was captured in pages is read in place. The paged kernel copies
-any other cache into pages in a random order. The kernel's drop-in time includes this copy; its core
-time does not. The pages of a padded batch contain only the tokens that the mask keeps visible. The
-option `page_size` follows the kernel's name, as in `[page_size=64]`.
+part is read only once. A cache that was captured in pages is read in place, with packed queries
+too. The paged kernel copies any other cache into pages in a random order. The kernel's drop-in time
+includes this copy; its core time does not. The pages of a padded batch contain only the tokens that
+the mask keeps visible. The option `page_size` follows the kernel's name, as in `[page_size=64]`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
@@ -25,6 +24,7 @@ from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON, imported
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
+from replay.kernels.pages import as_int32, prepare_batch
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import adapt, at_once, register_adapted
 
@@ -37,13 +37,13 @@ these rows, and a program has at least 32 of so many."""
 
 
 def _fits_a_grid(call: AttentionCall) -> str | None:
-    rows = call.shape.q_heads // call.shape.kv_heads * call.shape.q_len
+    rows = call.shape.q_heads // call.shape.kv_heads * limits.longest_query(call)
     return None if rows <= MOST_ROWS else f"{rows} query rows of a key head: at most {MOST_ROWS}"
 
 
 DECODE_LIMITS = (
     limits.no_dropout,
-    limits.half_precision,
+    limits.or_scaled_pages(limits.half_precision),
     limits.max_head_dim(256),
     limits.max_queries(16),
     _fits_a_grid,
@@ -66,7 +66,7 @@ def _head_dim(call: AttentionCall) -> str | None:
 
 LIMITS = (
     limits.no_dropout,
-    limits.half_precision,
+    limits.or_scaled_pages(limits.half_precision),
     _head_dim,
     limits.max_queries(16),
     _fits_a_grid,
@@ -112,14 +112,9 @@ def _recorded_pages(call: AnyCall) -> PagedCache | None:
     return PagedCache(
         call.key.transpose(1, 2),
         call.value.transpose(1, 2),
-        _as_int32(call.page_table),
-        _as_int32(call.seqused_k),
+        as_int32(call.page_table),
+        as_int32(call.seqused_k),
     )
-
-
-def _as_int32(tensor: Tensor) -> Tensor:
-    """Return an int32 tensor; PyTorch is not called if the tensor is int32 already."""
-    return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
 def _mask_alone(call: AnyCall) -> str | None:
@@ -133,12 +128,16 @@ def _mask_alone(call: AnyCall) -> str | None:
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
     if reason := _mask_alone(call):
         raise NotImplementedError(reason)
+    if call.cu_seqlens_q is not None:
+        return prepare_batch(call)
     paged_decode = imported("attention_kernels.decode.paged_decode", "paged_decode")
     cache = _recorded_pages(call) or paged(call, page_size)[0]
     return lambda: paged_decode(
         call.query,
         *cache,
         scale=call.scale,
+        key_scale=call.key_scale,
+        value_scale=call.value_scale,
         is_causal=call.is_causal,
         sinks=call.sinks,
         options=kernel_options(call.variant),
@@ -152,11 +151,11 @@ def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         "triton-paged-decode",
         TRITON,
         at_once(prepare),
-        (*LIMITS, limits.padding_mask_only, _mask_alone),
+        (*LIMITS, limits.padding_mask_only, limits.packed_in_pages_only, _mask_alone),
         f"ours: decode in Triton over shuffled pages of {page_size} keys",
         prepare=prepare,
         options=_paged_kernel,
-        features=FEATURES.keys() - {"packed"},
+        features=FEATURES.keys(),
     )
 
 
@@ -166,7 +165,7 @@ register_adapted(
     _decode,
     LIMITS,
     "ours: decode in Triton, the keys split among programs",
-    features=FEATURES.keys() - {"packed", "paged"},
+    features=FEATURES.keys() - {"packed", "paged", "scaled"},
     prefers_rewritten_mask=True,
 )
 register(_paged_kernel())

@@ -130,7 +130,7 @@ def _register(
         f"ours: {about}",
         prepare=partial(_prepare, **options),
         accuracy_class="quantised",
-        features=FEATURES.keys() - {"paged"},
+        features=FEATURES.keys() - {"paged", "scaled"},
         prefers_rewritten_mask=True,
         variant_of=base if variant else "",
     )

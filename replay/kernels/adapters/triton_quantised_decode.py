@@ -75,6 +75,6 @@ for _name, _dtype, _library, _about, _in_pages in (
         f"ours: decode in Triton over a key/value cache in {_about}",
         prepare=partial(_prepare, dtype=_dtype, in_pages=_in_pages),
         accuracy_class="quantised",
-        features=FEATURES.keys() - {"packed", "paged"},
+        features=FEATURES.keys() - {"packed", "paged", "scaled"},
         prefers_rewritten_mask=True,
     )

@@ -1,8 +1,9 @@
 """Our Triton kernel for sequences of different lengths, which reads only visible keys, in place.
 
 The visible keys are determined by the mask in a padded batch, by the sequences in a packed batch,
-and by `seqused_k` in a cache. Nothing is copied. The lengths are computed on the GPU, so the host
-does not wait. The core gets known lengths, as all layers of a model except the first do.
+and by `seqused_k` in a cache, whose keys may lie in pages. Nothing is copied. The lengths are
+computed on the GPU, so the host does not wait. The core gets known lengths, as all layers of a
+model except the first do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from replay.kernels.constraints import AnyCall
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON, imported
+from replay.kernels.pages import prepare_batch
 from replay.kernels.wrapping import at_once, register_adapted
 
 
@@ -33,6 +35,8 @@ def _mask_and_lengths(call: AnyCall) -> str | None:
 def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     if reason := _mask_and_lengths(call):
         raise NotImplementedError(reason)
+    if call.page_table is not None:
+        return prepare_batch(call)
     if call.cu_seqlens_q is not None:
         return _prepare_packed(call)
     from attention_kernels.portable import varlen
@@ -63,8 +67,7 @@ def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
-    longest = call.variant.max_seqlen_q
-    longest = int(cu_seqlens_q.diff().max()) if longest is None else longest
+    longest = limits.longest_query(call)
     query, key, value = (each[0].transpose(0, 1) for each in (call.query, call.key, call.value))
 
     def run() -> Tensor:
@@ -92,7 +95,7 @@ register_adapted(
     at_once(_prepare),
     (
         limits.no_dropout,
-        limits.up_to_float32,
+        limits.or_scaled_pages(limits.up_to_float32),
         limits.max_head_dim(256),
         limits.no_huge_softcap,
         limits.needs_lengths,
@@ -101,5 +104,5 @@ register_adapted(
     ),
     "ours: padded and packed batches in Triton, padding neither read nor computed",
     prepare=_prepare,
-    features=FEATURES.keys() - {"paged"},
+    features=FEATURES.keys(),
 )

@@ -198,11 +198,11 @@ function roofline() {
     const kind = column("group")[at];
     return { kernel: column("name")[at], kind, title: data.groups[kind].title, class: column("accuracy_class")[at], intensity: column("flop_per_byte")[at], tflops: column("tflops")[at],
       gb: column("gb_per_s")[at], share: column("roof_share")[at], chosen: column("name")[at] === state.kernel, isBaseline: column("name")[at] === data.groups[kind].baseline, dtype: column("call.dtype")[at],
-      peak: column("roof.tflops")[at], bandwidth: column("roof.gb_per_s")[at] };
+      peak: column("roof.tflops")[at], bandwidth: column("roof.gb_per_s")[at], busy: column("roof.interrupted")[at] };
   }).sort((one, other) => other.chosen - one.chosen || other.tflops - one.tflops);
   const intensities = values.map((each) => each.intensity);
   const [from, to] = [Math.min(...intensities) / 4, Math.max(...intensities) * 4];
-  const roofs = [...new Map(values.filter((each) => each.peak).map((each) => [each.dtype, each])).values()];
+  const roofs = [...new Map(values.filter((each) => each.peak).sort((one, other) => other.busy - one.busy).map((each) => [each.dtype, each])).values()];
   $("roof-note").hidden = !roofs.length;
   const roof = roofs.flatMap(({ dtype, peak, bandwidth }) => {
     const ridge = (peak / bandwidth) * 1e3;
@@ -217,7 +217,7 @@ function roofline() {
   const y = { field: "tflops", type: "quantitative", scale: { type: "log", nice: false, domain: heights }, title: "TFLOPS", axis: plain(heights) };
   const layers = [
     { data: { values: roof }, mark: { type: "line", color: colours().quiet, strokeWidth: 2 }, encoding: { x, y, detail: { field: "dtype" } } },
-    { data: { values: roofs.map((each) => ({ intensity: to, tflops: Math.min(each.peak, (each.bandwidth * to) / 1e3), text: `${each.dtype}: ${short(each.peak)} TFLOPS, ${short(each.bandwidth)} GB/s` })) }, mark: { type: "text", align: "right", dy: -9, color: colours().quiet }, encoding: { x, y, text: { field: "text" } } },
+    { data: { values: roofs.map((each) => ({ intensity: to, tflops: Math.min(each.peak, (each.bandwidth * to) / 1e3), text: `${each.dtype}: ${short(each.peak)} TFLOPS, ${short(each.bandwidth)} GB/s${each.busy ? " or more (busy machine)" : ""}` })) }, mark: { type: "text", align: "right", dy: -9, color: colours().quiet }, encoding: { x, y, text: { field: "text" } } },
     { mark: { type: "point", filled: true, cursor: "pointer" }, encoding: { x, y, ...byClass(values), size: { condition: { test: "datum.chosen", value: 120 }, value: 55 }, opacity: { condition: { test: "datum.chosen", value: 1 }, value: 0.6 },
       tooltip: [{ field: "kernel" }, { field: "title", title: "calls" }, { field: "tflops", title: "TFLOPS", format: ".4~g" }, { field: "gb", title: "GB/s", format: ".4~g" }, { field: "share", title: "share of the roof", format: ".0%" }] } },
     { transform: [{ filter: "isValid(datum.label)" }], mark: { type: "text", ...BESIDE_DOT, fontSize: 11, limit: 150 }, encoding: { x, y, text: { field: "label" }, color: { value: colours().text } } },

@@ -45,6 +45,7 @@ FACTS = (
     "speedup.verdict",
     "roof.tflops",
     "roof.gb_per_s",
+    "roof.interrupted",
 )
 """Fields that the charts need although the table has no column for them."""
 

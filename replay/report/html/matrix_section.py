@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator
 
 from capture.text.printable import printable
@@ -32,7 +33,8 @@ def matrix_table(found: Matrix) -> Iterator[str]:
             continue
         name = html.escape(printable(str(kernel)), quote=True)
         quantised = ' <span class="quiet">quantised</span>' if found.is_quantised(kernel) else ""
-        yield f'<tr><th scope="row">{name}{quantised}</th>'
+        breakable = re.sub(r"(?<=[/:.@_])(?=\w)", "<wbr>", name)  # hyphens allow a break already
+        yield f'<tr><th scope="row">{breakable}{quantised}</th>'
         for at in range(len(found.kinds)):
             yield _cell(found.cells[kernel, at], name, at)
         yield "</tr>"

@@ -153,7 +153,7 @@ def _measured(rows: Sequence[Row]) -> str:
 def _sentences(models: dict[str, list[model.Check]], summary: str, calls: str) -> Iterator[str]:
     """Yield the page's answers: the given one, the whole models' gains, and that of the calls."""
     if summary:
-        yield html.escape(printable(summary))
+        yield html.escape(printable(summary[0].upper() + summary[1:]))
     for name, checks in models.items():
         for sentence in model.answers(checks):
             yield html.escape(printable(f"{name}, {sentence}"))

@@ -14,7 +14,6 @@ from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import page
 from attention_kernels.decode.split_kv import attend_to_cache
-from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
 from attention_kernels.operators import attention
 from attention_kernels.options import AttentionOptions
@@ -52,17 +51,6 @@ def test_what_follows_a_sequence_is_not_read() -> None:
         own = slice(i, i + 1)
         seen = eager.attend(query[own], key[own, :, :length], value[own, :, :length])
         assert_near(output[own], seen.output)
-
-
-def test_keys_assigned_by_length() -> None:
-    """Two blocks of rows share a sequence's keys, and each block has its own counters."""
-    query, key, value = inputs(70, 32, 16)
-    cache = Cache(key, value, lengths=lengths(150, 33))
-    whole, assigned = (
-        attend_to_cache(query, cache, tiles=Tiling(32, 4, 1, 1, assignment))
-        for assignment in (None, KeyAssignment(shares=6, resident=6, least=1, worth=1e9))
-    )
-    torch.testing.assert_close(assigned, whole, rtol=0, atol=2e-3)
 
 
 def test_some_queries_a_diagonal_and_a_soft_cap() -> None:

@@ -10,7 +10,7 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from capture.call.statistics import call_statistics, mean
 from tests.factories import normal, random_call
-from tests.variant_calls import paged_call
+from tests.variant_calls import in_float8, paged_call
 
 CALL = random_call(q_heads=4, kv_heads=2, q_len=40, kv_len=200, head_dim=16, v_head_dim=16)
 
@@ -61,9 +61,9 @@ def test_window_float_mask_and_bool_mask_of_the_same_keys_are_equal() -> None:
     assert call_statistics(windowed) != call_statistics(square)
 
 
-def test_pages_change_nothing() -> None:
-    call = paged_call([40, 70], 16)
-    assert call_statistics(call) == call_statistics(call.without_pages())
+def test_pages_and_scales_change_nothing() -> None:
+    call = in_float8(paged_call([40, 70], 16), "query", "key", "value")
+    assert call_statistics(call) == call_statistics(call.without_pages().without_scales())
 
 
 def test_uniform_attention() -> None:

@@ -13,7 +13,7 @@ from capture.cli.dataset_tables import show, show_statistics
 from capture.storage.call_file import PackedCall
 from tests.factories import normal, random_call
 from tests.printed import printed
-from tests.variant_calls import paged_call
+from tests.variant_calls import in_float8, paged_call
 
 ALL = torch.ones(1, 1, 64, 64, dtype=torch.bool)
 
@@ -35,11 +35,12 @@ def test_masks_in_words(mask: Tensor, said: str, tmp_path: Path) -> None:
 
 
 def test_pages_and_a_value_in_the_key_in_words(tmp_path: Path) -> None:
-    call = paged_call([40, 70], 16, head_dim=24)
+    call = in_float8(paged_call([40, 70], 16, head_dim=24), "key")
     call = replace(call, value=call.key[..., :16])
     PackedCall.of(call).write(tmp_path / "model-000000.safetensors")
     text = printed(show, load(tmp_path), width=200)
-    assert "seqused_k, 14 pages of 16, value = 16 columns of key · query and key BHSD" in text
+    scaled = "14 pages of 16, scaled key (float8_e4m3fn)"
+    assert f"{scaled}, value = 16 columns of key · query and key BHSD" in text
 
 
 def test_early_end_is_called_incomplete(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:

@@ -198,25 +198,6 @@ def test_cache_is_filled_where_any_layer_holds_tokens(layers: Any, states: Tenso
     ]
 
 
-def test_continuous_batching_decodes_where_each_sequence_brings_one_token(
-    layers: nn.Module, states: Tensor
-) -> None:
-    class Batching(Wrapper):
-        can_generate = staticmethod(lambda: True)
-
-        def forward(self, input_ids: Tensor, past_key_values: Any = None, **paged: Any) -> Tensor:
-            return self.inner(states)  # type: ignore[no-any-return]
-
-    model = Batching(layers)
-
-    def run() -> None:
-        for tokens_in_all, longest in ((6, 4), (2, 1), (5, 4)):
-            model(input_ids=tokens(tokens_in_all), cache=object(), max_length_q=longest)
-
-    phases = [site.phase for site in sites_of({"": model}, run)][::2]
-    assert phases == ["prefill", "decode", "prefill"]
-
-
 def test_layer_watched_alone_knows_its_own_cache() -> None:
     model = tiny_llama()
 

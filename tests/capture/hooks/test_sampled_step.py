@@ -128,6 +128,16 @@ def biased(model: Attends, states: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(states, states, states, causal_lower_right(6, 6))
 
 
+@torch.library.custom_op("attention_replay_tests::attention", mutates_args=())
+def attention_operator(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def seen_in_an_operator(model: Attends, states: Tensor) -> Tensor:
+    """Engines call attention in operators of their own, which are written in Python."""
+    return attention_operator(*(each[:, None] for each in model.split(states)))[:, 0]
+
+
 def refused(model: Attends, states: Tensor) -> Tensor:
     """xFormers' function is counted by name, so its inside is not missed."""
     function: Callable[..., Tensor] = sys.modules["xformers.ops.fmha"].memory_efficient_attention
@@ -164,6 +174,7 @@ def gated(model: Attends, states: Tensor) -> Tensor:
 OTHER: tuple[Compute, ...] = (
     seen,
     biased,
+    seen_in_an_operator,
     refused,
     classified,
     routed,

@@ -2,14 +2,17 @@
 
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from capture.call.batch import BatchSize
 from capture.recording.sampling import (
     OfferedCall,
     Sampler,
@@ -246,6 +249,28 @@ def test_run_with_many_shapes_is_covered_evenly(
     per_module = Counter(call.module for call in kept)
     assert max(per_module.values()) <= len(kept) / (strata * modules) + 2
     assert max(Counter(call.stratum for call in kept).values()) <= -(-len(kept) // strata)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "shuffled"])
+def test_batches_are_spread_over_their_figures_and_layers(order: str) -> None:
+    lengths = [int(1.01**power) for power in range(300, 1300)]
+    if order != "rising":
+        lengths = random.Random(0).sample(lengths, 1000) if order == "shuffled" else lengths[::-1]
+    sampler, offers = SpreadSampler(20), 0
+    for step, keys in enumerate(lengths):
+        size = BatchSize(1, 1, keys, keys, keys)
+        for module in "abcd":
+            place = sampler.place(("decode",), module)
+            if sampler.wants(place, step, size):
+                offers += 1
+                call = OfferedCall(4 * step + place.layer, place, step, 1, size=size)
+                assert sampler.offer(call) is not None
+    kept = [call.size for call in sampler.calls.values() if call.size]
+    assert len({*kept}) == 20
+    farthest = max(min(abs(math.log(keys / each.keys)) for each in kept) for keys in lengths)
+    assert farthest < 2 * math.log(max(lengths) / min(lengths)) / (2 * 20)
+    assert len({call.place.module for call in sampler.calls.values()}) == 4
+    assert offers < 200
 
 
 # Other samplers.

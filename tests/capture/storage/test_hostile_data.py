@@ -23,6 +23,7 @@ from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
 from tests.capture.storage.captures import edit_manifest, write_dataset
+from tests.factories import census as census_of
 
 MakeCall = Callable[..., AttentionCall]
 RunCli = Callable[..., tuple[int, str, str]]
@@ -250,6 +251,10 @@ def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
     assert len(check_files(again)) == 2
 
 
+SIGNATURES = census_of(("a", "decode", 7, 1))["signatures"]
+BATCH = {"phase": "decode", "signature": 0, "queries": [1], "keys": [7], "calls": 1}
+
+
 @pytest.mark.parametrize(
     "census",
     [
@@ -257,6 +262,10 @@ def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
         {"signatures": [], "rows": [{"module": "a", "phase": "b", "signature": 0, "calls": 1}]},
         {"signatures": [{}], "rows": []},
         {"rows": "many", "signatures": []},
+        *(
+            {"signatures": SIGNATURES, "rows": [], "batches": [{**BATCH, **damage}]}
+            for damage in ({"keys": [1, 2]}, {"keys": [-1]}, {"calls": 0}, {"signature": 1})
+        ),
     ],
 )
 def test_damaged_census_is_left_out_and_reported(dataset: Dataset, census: object) -> None:

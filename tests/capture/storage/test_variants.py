@@ -57,6 +57,8 @@ def test_soft_cap_is_positive_or_none(softcap: float) -> None:
         {"seqused_k": torch.tensor([-1])},
         {"seqused_k": torch.tensor([1, 1])},
         {"seqused_k": normal(1)},
+        {"key_scale": torch.ones(2)},
+        {"key": normal(1, 2, 13, 32).to(torch.float8_e4m3fn), "key_scale": torch.ones(3)},
         {"variant": nonsense(softcap=0.0)},
         {"variant": nonsense(softcap=-1.0)},
         {"variant": nonsense(softcap="1")},

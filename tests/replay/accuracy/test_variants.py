@@ -18,7 +18,7 @@ from replay.isolation.block_inputs import draw_rows
 from replay.isolation.output_rows import some_rows
 from replay.timing.flops import valid_pairs
 from tests.factories import normal, random_call
-from tests.variant_calls import paged_call, sequences, visible
+from tests.variant_calls import in_float8, paged_call, sequences, visible
 
 
 def dense(call: AttentionCall) -> Tensor:
@@ -27,9 +27,13 @@ def dense(call: AttentionCall) -> Tensor:
         along = 0 if call.cu_seqlens_q is None else 2
         return torch.cat([dense(each) for each in sequences(call)], along)
     group = call.shape.q_heads // call.shape.kv_heads
-    key, value = (each.double().repeat_interleave(group, 1) for each in (call.key, call.value))
+    true = {name: getattr(call, name).double() for name in ("query", "key", "value")}
+    for name in true.keys() if call.key_scale is not None else ():
+        of_heads = getattr(call, f"{name}_scale").repeat_interleave(group if name == "query" else 1)
+        true[name] = true[name] * of_heads.double()[:, None, None]
+    key, value = (true[name].repeat_interleave(group, 1) for name in ("key", "value"))
     scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scores = call.query.double() @ key.mT * scale
+    scores = true["query"] @ key.mT * scale
     if (cap := call.variant.softcap) is not None:
         scores = cap * torch.tanh(scores / cap)
     if call.attn_mask is not None:
@@ -96,11 +100,13 @@ def calls(draw: Any) -> AttentionCall:
         "is_causal": draw(st.booleans()),
         "variant": variant,
     }
-    if not in_pages:
-        return random_call(batch=batch, kv_len=kv_len, **fields)
-    fields.pop("cu_seqlens_k", None)
-    lengths = fields.pop("seqused_k", torch.tensor(most)).tolist()
-    return paged_call(lengths, draw(st.integers(1, 5)), **fields)
+    if in_pages:
+        fields.pop("cu_seqlens_k", None)
+        lengths = fields.pop("seqused_k", torch.tensor(most)).tolist()
+        call = paged_call(lengths, draw(st.integers(1, 5)), **fields)
+    else:
+        call = random_call(batch=batch, kv_len=kv_len, **fields)
+    return in_float8(call, *draw(st.sampled_from([(), ("query", "key", "value")])))
 
 
 @settings(max_examples=80, deadline=None)

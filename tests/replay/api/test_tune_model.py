@@ -26,6 +26,7 @@ from replay.cli.main import main
 from replay.end_to_end import drift, model_check
 from replay.rows.row import Speedup, SpeedupOver, SpeedVerdict
 from replay.timing.statistics import summarize
+from replay.tune import compared_calls
 from replay.tune.directory import TuningDirectory
 from tests.in_this_process import refusal, runner
 
@@ -211,27 +212,36 @@ def test_plan_that_is_not_faster_is_not_returned(
     assert tuning.is_undecided == (verdict == "inconclusive")
 
 
-def test_call_that_a_busy_machine_hid_is_measured_again(
-    model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_that_a_busy_machine_hid_is_measured_again(model: nn.Module, out: Path) -> None:
     rows = with_times(out.with_name("plan.json.tuning"), dict.fromkeys(SECONDS, 1.0)) / "rows.jsonl"
     first, *others = ar.Rows.read(rows)
     hidden = SpeedupOver(1.0, None, None, "inconclusive", "interrupted", "torch-default")
     ar.Rows([replace(first, speedup=hidden), *others]).write(rows)
-    outcome_of, left_out = Session.outcome, "1 of 4 calls left out"
-
-    def outcome(session: Session) -> Any:
-        found = outcome_of(session)
-        equal = [replace(row, time_ms=first.time_ms, speedup=None) for row in found.rows]
-        return replace(found, rows=equal, left_out=left_out)
-
-    monkeypatch.setattr(Session, "outcome", outcome)
-    tuning = tune(model, lambda: model(start()), 1.0, out)
-    assert f"undecided: time ran out with {left_out}, and without these" in str(tuning)
-    assert tuning.is_undecided
+    tune(model, lambda: model(start()), 1.0, out)
     again = {row.call.name: row for row in ar.Rows.read(rows) if row.kernel == first.kernel}
     assert len(again) == 4
     assert [name for name in again if again[name].time_ms != first.time_ms] == [first.call.name]
+
+
+@pytest.mark.parametrize("stands_for_others", [True, False])
+def test_calls_that_there_was_no_time_for_are_planned_like_the_nearest(
+    model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch, stands_for_others: bool
+) -> None:
+    outcome_of, left_out = Session.outcome, "3 of 4 calls left out"
+
+    def outcome(session: Session) -> Any:
+        found = outcome_of(session)
+        rows = [row for row in found.rows if row.call.name == found.rows[0].call.name]
+        return replace(found, rows=rows, left_out=left_out)
+
+    monkeypatch.setattr(Session, "outcome", outcome)
+    if not stands_for_others:
+        monkeypatch.setattr(compared_calls, "with_nearest", lambda rows, entries: rows)
+        with_times(out.with_name("plan.json.tuning"), dict.fromkeys(SECONDS, 1.0))
+    tuning = tune(model, lambda: model(start()), 1.0, out)
+    said = f"undecided: time ran out with {left_out}, and without these"
+    assert (f"{INT8} in 4 of 4 layers" if stands_for_others else said) in str(tuning)
+    assert tuning.is_undecided != stands_for_others
 
 
 @pytest.mark.slow

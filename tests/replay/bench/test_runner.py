@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.batch import Batch
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay_here
@@ -22,7 +23,7 @@ from replay.workloads.recorded import from_directory
 from replay.workloads.workload import Workload
 from tests.factories import made_workload, random_call, settings
 from tests.replay.bench.small_kernels import Register, Replayed, sdpa
-from tests.variant_calls import CALLS, paged_call
+from tests.variant_calls import CALLS, LIBRARY_CALLS, paged_call
 
 
 def workload(call: AttentionCall, name: str = "call") -> Workload:
@@ -46,22 +47,25 @@ def test_row_names_timer_and_cache(
     assert row.layer_host_ms.p50 == 0.7
 
 
-@pytest.mark.parametrize(("share", "is_told"), [(0.5, True), (1.04, True), (1.06, False)])
-def test_share_above_the_roof_is_withheld(
+@pytest.mark.parametrize(
+    ("share", "busy", "is_told"),
+    [(0.5, False, True), (1.04, False, True), (1.06, False, False), (0.5, True, False)],
+)
+def test_share_of_a_doubtful_roof_is_withheld(
     replayed: Replayed,
     kernels: Register,
     monkeypatch: pytest.MonkeyPatch,
     share: float,
+    busy: bool,
     is_told: bool,
 ) -> None:
-    """A share above 1 occurs if other processes used the CPU while the roof was measured."""
 
     def of_a_second(names: Any, *arguments: Any, **options: Any) -> dict[str, Samples]:
         found = measure(names, *arguments, **options)
         return {name: replace(each, ms=(1000.0,) * len(each.ms)) for name, each in found.items()}
 
     call = random_call()
-    roof = Roof(tflops(call, 1000.0) / share, 1e9)
+    roof = Roof(tflops(call, 1000.0) / share, 1e9, busy)
     monkeypatch.setattr("replay.bench.runner.measure", of_a_second)
     monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: roof)
     row = replayed(call, kernels("right", sdpa), roofline=True)["right"]
@@ -108,6 +112,25 @@ def test_baseline_is_what_the_model_called(
     assert speedup.vs == expected
     assert speedup.reason == "too-few-rounds"
     assert rows[expected].speedup is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "pinned"),
+    [
+        ("vllm-flash_attn", "pages, packed, window", "fa3-kvcache"),
+        ("vllm-flashinfer", "pages, packed, window", "flashinfer-paged"),
+        ("vllm-flashinfer", "pages, packed decode", "flashinfer-decode"),
+        ("vllm-triton_attn", "pages, packed decode", "vllm-triton_attn"),
+    ],
+)
+def test_backend_of_an_engine_is_represented_by_a_kernel_of_its_library(
+    replayed: Replayed, backend: str, kind: str, pinned: str
+) -> None:
+    call = LIBRARY_CALLS[kind]
+    origin = replace(call.origin, backend=backend, entry_point="vllm")
+    found = replayed(replace(call, origin=origin), catalogue()["eager"])["eager"].call
+    assert (found.backend, found.pinned) == (backend, pinned)
+    assert found.batch == Batch.of(call).size  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
     ("arguments", "sentence"),
     [
         (("before.jsonl", "nope.jsonl"), "nope.jsonl: no such file; write one with"),
-        (("before.jsonl", "."), "cannot read .: Is a directory"),
+        (("before.jsonl", "."), "cannot read .: Is a directory; name a file of `replay --json`"),
         (("before.jsonl", "empty.jsonl"), "empty.jsonl holds no rows"),
         (("before.jsonl", "old.jsonl"), "old.jsonl holds rows in format 1, but this version"),
         (("before.jsonl", "picture.jsonl"), "picture.jsonl was not written by `replay --json`"),

@@ -69,6 +69,7 @@ def test_help_and_refusals_do_not_import_torch(recorded: Path, tmp_path: Path) -
         ["--dir", str(tmp_path)],
         ["plan", *directory, "--out", "/dev/full"],
         ["plan", *directory, "--out", "x", "--budget", "nosuch=1"],
+        ["cache-formats", *directory, "--budget", "2%"],
         ["verify", *directory, "--text", str(empty)],
         ["verify", *directory, "--plan", str(empty)],
         ["verify", *directory, "--tolerances", "nosuch"],
@@ -186,16 +187,8 @@ def test_versus_random_adds_random_values_to_recorded_calls(
     monkeypatch.setattr(
         "replay.workloads.workload.with_counterparts", lambda calls, _: with_counterparts(calls, 9)
     )
-    arguments = (
-        "--dir",
-        str(recorded),
-        *QUICK,
-        "--kernels",
-        "torch-flash",
-        "--versus-random",
-        "--details",
-    )
-    code, table, _ = run_cli(*arguments, "--json", str(tmp_path / "rows.jsonl"))
+    asked = f"--dir {recorded} --kernels torch-flash --versus-random --details"
+    code, table, _ = run_cli(*asked.split(), *QUICK, "--json", str(tmp_path / "rows.jsonl"))
     assert code == 0
     written = rows((tmp_path / "rows.jsonl").read_text())
     found = [row for row in written if row["kernel"] == "torch-flash"]

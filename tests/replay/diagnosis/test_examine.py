@@ -25,7 +25,7 @@ from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call, settings
 from tests.replay.diagnosis import faulty
 from tests.replay.diagnosis.faulty import reading
-from tests.variant_calls import paged_call
+from tests.variant_calls import in_float8, paged_call
 
 BFLOAT16 = torch.bfloat16
 SIZES: dict[str, Any] = {"batch": 2, "q_len": 40, "kv_len": 70}
@@ -383,6 +383,20 @@ def test_unregistered_8_bit_kernel_is_recognised() -> None:
     evidence = evidence_of(faulty.float8_values, made)
     assert evidence.numbers["passes_as_quantised"]
     assert examined(faulty.float8_values, made, "quantised") == Examined()
+
+
+@pytest.mark.parametrize("names", [("key", "value"), ("query", "key", "value")], ids=len)
+def test_scaled_values_are_diagnosed(names: tuple[str, ...]) -> None:
+    made = in_float8(random_call(q_heads=4, kv_heads=2, q_len=40, kv_len=70), *names)
+    right = find("eager").attention
+
+    def unscaled(*tensors: Tensor, value_scale: Tensor, **others: Any) -> Tensor:
+        return right(*tensors, value_scale=torch.ones_like(value_scale), **others)
+
+    evidence = evidence_of(unscaled, made)
+    assert evidence.sentence == "the output equals attention without the value's scale"
+    every = evidence_of(lambda *given, **named: right(*given, **named).roll(1, 1) + 0.1, made)
+    assert (every.cause, every.numbers.get("untested")) == ("unknown", None)
 
 
 def test_gathered_rows_take_their_mask_along() -> None:

@@ -127,7 +127,7 @@ def test_explanation_has_the_measured_figures(told: Told, tmp_path: Path, run_cl
         ("[1]", "was not written by `replay verify --checks` of this version"),
         ("[" * 100_000, "was not written by `replay verify --checks`"),
         ("", "has no kernel to explain: choose some with --kernels"),
-        (None, "cannot read"),
+        (None, "name a file of `replay verify --checks`"),
     ],
 )
 def test_refuses_bad_file(tmp_path: Path, run_cli: RunCli, line: str | None, sentence: str) -> None:

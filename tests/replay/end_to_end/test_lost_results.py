@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 
-from capture.storage.capture_record import CaptureRecord
+from replay.api.verify_model import _Work
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.model_process import BASELINE, ModelRefused
 from replay.end_to_end.predicted_times import RUN
-from replay.timing.statistics import summarize
+from replay.plan.plan import Budget, LayerChoice, Plan
+from replay.rows.row_files import save_jsonl
+from replay.timing.statistics import paired_speedup, summarize
+from tests import factories
 from tests.in_this_process import RunCli
 
 FIRST = "model.py:build"
+SAME: dict[str, Any] = {"nan_count": 0, "baseline_nan_count": 0}
 FULL = "/dev/full"
 NO_ROOM = f"replay verify: cannot write {FULL}: No space left on device: make room"
-QUICK = ("--trust-code", "--kernels", "torch-math", "--device", "cpu", "--rounds", "3", "--quiet")
+QUICK = ("--trust-code", "--kernels", "torch-math", "--device", "cpu", "--rounds", "3")
 
 
 @pytest.fixture
@@ -35,18 +39,47 @@ def run_models(
     manifest.write_text(json.dumps(data))
     monkeypatch.setattr("replay.api.session._first_processes", lambda *_: contextlib.nullcontext())
 
-    def run(*options: str, refused: Collection[str] = ()) -> tuple[int, str, str]:
-        def check(_: object, capture: CaptureRecord, *__: Any) -> list[ModelResult]:
+    def run(
+        *options: str, refused: Collection[str] = (), alone: tuple[str, float] | None = None
+    ) -> tuple[int, str, str]:
+        def check(_: object, work: _Work, *__: Any) -> list[ModelResult]:
+            capture = work.capture
             if capture.model in refused:
                 raise ModelRefused("it cannot be built")
             found = ModelResult(BASELINE.name, capture.model, "random")
             found.measured[RUN] = MeasuredSpan(summarize([2.0] * 5), None, None, 0.002)
-            return [found]
+            if alone is None:
+                return [found]
+            gain = paired_speedup([alone[1]] * 9, [1.0] * 9)
+            span = MeasuredSpan(summarize([1.0] * 9), gain, None, 0.001)
+            return [found, ModelResult(alone[0], FIRST, "random", measured={RUN: span}, drift=SAME)]
 
         monkeypatch.setattr("replay.api.verify_model._checks", check)
+        if alone is None:
+            return run_cli("verify", "--dir", "recorded", *QUICK, "--quiet", *options)
+        manifest.write_text(json.dumps({**data, "captures": data["captures"][:1]}))
         return run_cli("verify", "--dir", "recorded", *QUICK, *options)
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("plan", "ratio", "hint"),
+    [
+        (["--plan", "plan.json"], 0.5, "do not use plan.json"),
+        (["--plan", "plan.json"], 2.0, "use the plan in your program"),
+        ([], 0.5, "look at it as charts"),
+        ([], 2.0, "choose the fastest kernel for each layer"),
+    ],
+)
+def test_hint_follows_from_measured_speedups(
+    run_models: RunCli, plan: list[str], ratio: float, hint: str
+) -> None:
+    choice = LayerChoice("layers.0", "denoise", "mine", True, True, None, 1.0, 2.0, 1.0, 1, 1)
+    Plan(FIRST, "random", Budget("cosine", 0.9), "torch-default", [choice]).save("plan.json")
+    save_jsonl([factories.row("mine", factories.call_facts(model=FIRST), 1.0)], Path("rows.jsonl"))
+    _, _, err = run_models(*plan, "--rows", "rows.jsonl", alone=("plan.json", ratio))
+    assert err.splitlines()[-1].startswith(f"next: {hint}")
 
 
 def models(text: str) -> list[str]:

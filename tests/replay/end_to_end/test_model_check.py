@@ -14,10 +14,12 @@ from replay.end_to_end.model_check import MOST_ROUNDS, SWAPPED, ModelResult, che
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, ModelRun, RunFailed, Variant
 from replay.end_to_end.predicted_times import RUN
+from replay.end_to_end.run_pace import BUILDING, COUNTING, RunPace
 from replay.rows.row import GpuState, KernelId, Row
 from replay.timing.statistics import summarize
 from tests import factories
 from tests.factories import census
+from tests.replay.cli.test_time_limit import Clock
 
 CENSUS = census(("layers.0", "denoise", 64, 12))
 
@@ -50,13 +52,17 @@ class Pretended:
         self.waits: Mapping[str, float] = {}
         self.census = census or CENSUS
         self.round = ""
+        self.clock = Clock()
+        self.pace = RunPace(self.clock)
         self.rounds: list[str] = []
 
     def build(self) -> None:
         if not self.is_built:
             self.builds += 1
             self.is_built = True
-            self.log.append("build")
+            with self.pace.running(BUILDING):
+                self.clock.now += 2.0
+                self.log.append("build")
 
     def run(
         self,
@@ -69,6 +75,12 @@ class Pretended:
         drains: bool = False,
     ) -> ModelRun:
         self.build()
+        with self.pace.running(variant.name):
+            return self._run(variant, keep, waits, drains)
+
+    def _run(
+        self, variant: Variant, keep: Path | None, waits: Mapping[str, float] | None, drains: bool
+    ) -> ModelRun:
         self.rounds.append(self.round)
         is_own = variant is BASELINE
         if drains:
@@ -95,13 +107,16 @@ class Pretended:
 
     def count(self) -> dict[str, Any]:
         self.build()
-        self.log.append("count")
-        return self.census
+        with self.pace.running(COUNTING):
+            self.clock.now += self.seconds
+            self.log.append("count")
+            return self.census
 
     def close(self) -> None:
         self.closed = True
 
     def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> ModelRun:
+        self.clock.now += seconds
         forward = seconds / 4 if busy is None else busy
         times = RunTimes(seconds, {"denoise": [forward] * 4}, {}, {"denoise": attention})
         peak = None if self.busy is None else 5
@@ -257,6 +272,32 @@ def test_rounds_fill_the_time_limit(seconds: float, rounds: int) -> None:
     # A run with the kernel takes half as long.
     own, a = checked(Pretended(seconds=seconds), "a", rounds=None)
     assert own.measured[RUN].ms.n == a.measured[RUN].ms.n == rounds
+
+
+@pytest.mark.parametrize(("compilation", "after"), [(0.0, 1 / 3), (3.0, 1 / 2)])
+@pytest.mark.parametrize(
+    ("kernels", "errors"), [("a", {}), ("abcde", {}), ("abcde", {"b": 0, "d": 2})]
+)
+def test_time_left_is_right_within_30_percent_once_compiled(
+    kernels: str, errors: dict[str, int], compilation: float, after: float
+) -> None:
+    class Compiling(Pretended):
+        def _run(self, variant: Variant, *options: Any) -> ModelRun:
+            self.clock.now += compilation * (variant.name not in (BASELINE.name, *self.log))
+            seen.append((self.clock.now, self.pace.left(), self.pace.total))
+            return super()._run(variant, *options)
+
+    seen: list[tuple[float, float | None, int]] = []
+    process = Compiling(errors=errors)
+    begin = process.clock.now
+    checked(process, *kernels, own_kernel="torch-default", rounds=None)
+    end = process.clock.now
+    assert (process.pace.done, process.pace.left()) == (process.pace.total, 0)
+    assert [left is None for _, left, _ in seen[:2]] == [True, False]
+    assert {total for *_, total in seen[len(seen) // 2 :]} == {process.pace.total}
+    for now, left, _ in seen:
+        if after < (now - begin) / (end - begin) < 0.8:
+            assert left == pytest.approx(end - now, rel=0.3)
 
 
 def test_launch_bound_gpu_is_reported() -> None:

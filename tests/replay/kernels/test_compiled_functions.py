@@ -58,3 +58,19 @@ def test_strides_dtypes_and_options_are_kinds_of_their_own(graphs: list[dict[str
     compiled(tensor=square)
     assert len(graphs) == 4
     assert compiled.__name__ == "add_one"  # type: ignore[attr-defined]
+
+
+def test_failure_compiles_the_other_autotuned_functions_again(
+    graphs: list[dict[str, object]],
+) -> None:
+    """CUDA graphs of all functions share a memory pool, which a failure resets."""
+
+    def fail(tensor: Tensor) -> Tensor:
+        raise MemoryError
+
+    healthy, failing = (CompiledPerSignature(each, "max-autotune") for each in (add_one, fail))
+    healthy(torch.zeros(4))
+    with pytest.raises(Exception, match=r"MemoryError|Unsupported|Observed"):
+        failing(torch.zeros(4))
+    healthy(torch.zeros(4))
+    assert len(graphs) == 2

@@ -15,6 +15,7 @@ import attention_replay as ar
 from replay.kernels.declared_arguments import SignatureError, check_source
 from replay.kernels.registry import find, of_function, register_kernel
 from tests.factories import random_call
+from tests.variant_calls import in_float8
 
 PLAIN = random_call(kv_len=9)
 MASK = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -71,6 +72,14 @@ def test_calls_are_right_or_refused(parameters: str, form: tuple[str, set[str]])
         else:
             is_bool = name == "mask" and "bias" in taken
             assert kernel.refuses(call) == ("takes no bool attn_mask" if is_bool else REASONS[name])
+
+
+def test_a_scale_that_is_not_declared_is_refused() -> None:
+    function = function_of("query, key, value, key_scale", "query, key, value")
+    kernel = of_function("own", function, features=("scaled",))
+    assert kernel.refuses(PLAIN) == "for calls with key_scale only"
+    assert kernel.refuses(in_float8(PLAIN, "key")) is None
+    assert kernel.refuses(in_float8(PLAIN, "key", "value")) == "takes no value_scale"
 
 
 def test_all_of_sdpas_arguments_need_no_wrapper() -> None:

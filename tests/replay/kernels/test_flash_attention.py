@@ -82,40 +82,36 @@ def flash_attn_interface(install: Install, variant: str) -> None:
         if vars(given).get("qv") is not None:
             given.q = torch.cat([given.qv, given.q], dim=-1)
             given.k_cache = torch.cat([given.v_cache, given.k_cache], dim=-1)
+        if given.q.dtype == torch.float8_e4m3fn:
+            names = [name for name in ("q", "k", "v", "k_cache", "v_cache") if name in vars(given)]
+            vars(given).update({name: dequantised(given, name) for name in names})
         output = flash_attention(given)
         return output if variant == "a tensor" else (output, torch.empty(0))
 
-    def dequantise(tensor: Tensor, descale: Tensor | None, key: Tensor) -> Tensor:
-        assert descale.shape == (key.shape[0], key.shape[2])
-        assert descale.dtype == torch.float32
-        of_head = descale.repeat_interleave(tensor.shape[2] // key.shape[2], 1)
-        return (tensor.to(torch.bfloat16) * of_head[:, None, :, None]).to(torch.bfloat16)
+    def dequantised(given: SimpleNamespace, name: str) -> Tensor:
+        named = vars(given)
+        tensor, descale = named[name], named[f"{name[0]}_descale"]
+        offsets, key = named.get("cu_seqlens_q"), named["k" if "k" in named else "k_cache"]
+        sequences = len(given.q) if offsets is None else len(offsets) - 1
+        assert tensor.dtype == torch.float8_e4m3fn
+        assert (descale.dtype, *descale.shape) == (torch.float32, sequences, key.shape[-2])
+        of_head = descale.repeat_interleave(tensor.shape[-2] // key.shape[-2], 1)[:, None, :, None]
+        of_tensor = of_head if len(tensor) == sequences else of_head[0, 0]
+        return (tensor.to(torch.bfloat16) * of_tensor).to(torch.bfloat16)
 
-    @parameters(
-        "q, k, v, softmax_scale=None, causal=False, *, q_descale=None, k_descale=None, "
-        "v_descale=None, window_size=(-1, -1), softcap=0.0"
-    )
-    def flash_attn_func(given: SimpleNamespace) -> Any:
-        assert given.q.dtype == given.k.dtype == given.v.dtype
-        if given.q.dtype == torch.float8_e4m3fn:
-            scaled = {
-                name: dequantise(getattr(given, name), getattr(given, f"{name}_descale"), given.k)
-                for name in "qkv"
-            }
-            vars(given).update(scaled)
-        return run(given)
+    scales = "q_descale=None, k_descale=None, v_descale=None"
 
     install(
         "flash_attn_interface",
         version=("flash_attn_3", "3.0.0b1"),
-        flash_attn_func=flash_attn_func,
+        flash_attn_func=parameters(f"q, k, v, {how}, {scales}")(run),
         flash_attn_varlen_func=parameters(
             "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, seqused_k=None, "
             + how
         )(run),
         flash_attn_with_kvcache=parameters(
             "q, k_cache, v_cache, *, qv=None, cache_seqlens=None, page_table=None, "
-            f"cu_seqlens_q=None, max_seqlen_q=None, {how}"
+            f"cu_seqlens_q=None, max_seqlen_q=None, {how}, {scales}"
         )(run),
     )
 
@@ -173,7 +169,7 @@ NO_DECODE = {
 NARROW_VALUES = {kind: reason for kind, reason in REFUSED.items() if kind != "narrow values"}
 
 DECODE = {"bottom right, decode", "window, decode", "soft cap, decode"}
-LARGE_PAGES = {"pages of 256", "pages, decode, window"}
+LARGE_PAGES = {"pages of 256", "pages, decode, window", "pages, packed decode"}
 PAGES = LARGE_PAGES | {"pages"}
 LARGE_PAGES_PACKED = {"pages, packed, bottom right"}
 PAGES_PACKED = LARGE_PAGES_PACKED | {"pages, packed, window"}
@@ -225,10 +221,18 @@ def _wide(head_dim: int) -> AttentionCall:
     return random_call(head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
 
 
+@pytest.mark.usefixtures("flash_attn_interface")
+@pytest.mark.parametrize("variant", ["a tensor"])
+def test_scaled_caches_of_flash_attention_3(variant: str) -> None:
+    float8 = {kind for kind in LIBRARY_CALLS if kind.startswith("float8")}
+    assert verify_variants("fa3-kvcache-fp8") == float8
+
+
 MLA_CALL = mla_call()
 APART = replace(MLA_CALL, value=MLA_CALL.value.clone())
 NARROW_MLA = replace(MLA_CALL, value=MLA_CALL.key[..., :256])
 FLOAT32_SINKS = replace(LIBRARY_CALLS["sinks"], sinks=torch.zeros(4))
+UNSCALED_QUERY = replace(LIBRARY_CALLS["float8, pages"], query_scale=None)
 NOT_IN_KEY = "for absorbed MLA: the value is not part of this call's key"
 
 
@@ -238,6 +242,8 @@ NOT_IN_KEY = "for absorbed MLA: the value is not part of this call's key"
         ("fa2-kvcache", LIBRARY_CALLS["pages"], "pages of 16 keys: needs a multiple of 256"),
         ("fa3-kvcache", LIBRARY_CALLS["packed"], "packed sequences without pages of keys"),
         ("fa3", random_call(head_dim=192, v_head_dim=128, dtype=torch.bfloat16), None),
+        ("fa3-kvcache-fp8", LIBRARY_CALLS["pages"], "dtype float16: needs float8_e4m3fn"),
+        ("fa3-kvcache-fp8", UNSCALED_QUERY, "needs a scale of query, key and value"),
         ("fa3-mla", APART, NOT_IN_KEY),
         ("fa4", FLOAT32_SINKS, "takes bfloat16 sinks only, not float32"),
         ("fa4", _wide(256), None),

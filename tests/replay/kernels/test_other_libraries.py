@@ -331,7 +331,7 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     flashinfer._workspace.cache_clear()
-    flashinfer._wrapper.cache_clear()
+    flashinfer.shared_wrapper.cache_clear()
 
     @parameters(
         "q, k, v, *, custom_mask=None, packed_custom_mask=None, causal=False, kv_layout='NHD', "
@@ -431,6 +431,31 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 outputs.append(sequence(query[None], key, value, how, False, None))
             return torch.cat(outputs)
 
+    class BatchPrefillWithPagedKVCacheWrapper:
+        def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+            assert kv_layout == "NHD"
+
+        @parameters(
+            "self, qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, "
+            "head_dim_qk, page_size, *, causal=False, sm_scale=None, window_left=-1, "
+            "logits_soft_cap=None, q_data_type='float16', kv_data_type=None"
+        )
+        def plan(given: Any) -> None:
+            for each in (given.qo_indptr, given.indptr, given.indices, given.last_page_len):
+                assert each.dtype == torch.int32
+            given.self.planned = given
+
+        @parameters("self, q, paged_kv_cache")
+        def run(given: Any) -> Tensor:
+            how, outputs = given.self.planned, []
+            queries = given.q.split(how.qo_indptr.diff().tolist())
+            pages_of_each = how.indices.split(how.indptr.diff().tolist())
+            for query, pages, last in zip(queries, pages_of_each, how.last_page_len, strict=True):
+                length = (len(pages) - 1) * how.page_size + int(last)
+                key, value = (cache[pages].flatten(0, 1)[:length] for cache in given.paged_kv_cache)
+                outputs.append(sequence(query, key, value, how, how.causal, None))
+            return torch.cat(outputs)
+
     class BatchMLAPagedAttentionWrapper:
         def __init__(self, float_workspace_buffer: Tensor) -> None:
             pass
@@ -471,6 +496,7 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
         BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
         BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper,
+        BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
         packbits=packbits,
     )
     return log
@@ -500,19 +526,29 @@ def test_flashinfer_prefill_is_exact_or_refuses(
     assert verify_variants(name) == beyond
 
 
+ONE_EACH = {
+    "q_len": 2,
+    "cu_seqlens_q": torch.arange(3).int(),
+    "variant": AttentionVariant(max_seqlen_q=1),
+}
+
+
 @pytest.mark.usefixtures("planned")
 def test_flashinfer_decode_is_exact_or_refuses() -> None:
     refused = verify("flashinfer-decode")
     assert refused["padded decode"] == "takes no attn_mask"
     assert set(KINDS) - set(refused) == {"decode", "decode of one", "decode, scale"}
     beyond = {"bottom right, decode", "window, decode", "soft cap, decode", "key lengths, decode"}
-    assert verify_variants("flashinfer-decode") == {*beyond, "pages, decode, window"}
+    pages = {"pages, decode, window", "pages, packed decode"}
+    assert verify_variants("flashinfer-decode") == beyond | pages
+    of_prefill = {"pages", "pages of 256", "pages, packed, bottom right", "pages, packed, window"}
+    assert verify_variants("flashinfer-paged") == pages | of_prefill
 
 
 @pytest.mark.usefixtures("planned")
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_flashinfer_mla_is_exact(page_size: int) -> None:
-    kernel, call = catalogue()["flashinfer-mla"], mla_call(page_size, q_len=1, scale=0.05)
+@pytest.mark.parametrize(("page_size", "queries"), [(16, ONE_EACH), (64, {"q_len": 1})])
+def test_flashinfer_mla_is_exact(page_size: int, queries: dict[str, Any]) -> None:
+    kernel, call = catalogue()["flashinfer-mla"], mla_call(page_size, scale=0.05, **queries)
     assert kernel.refuses(call) is None
     judge_call(kernel, lambda: call.to("cpu"), Expected.of(call), "exact", "MLA")
 

@@ -104,10 +104,10 @@ ADAPTED = [
     name
     for name, kernel in catalogue().items()
     if kernel.library and not kernel.variant_of
-    if not name.startswith("torch-") and not name.endswith("-mla")
+    if not name.startswith("torch-") and not name.endswith(("-mla", "-paged", "-kvcache-fp8"))
 ]
 """Kernels of libraries. Two kinds are left out: wrappers of PyTorch's SDPA, which repeat PyTorch's
-reasons, and FlashMLA, which supports no SDPA call."""
+reasons, and kernels that support no SDPA call."""
 
 
 def supported(kernel: Kernel, **changes: Any) -> AttentionCall:

@@ -14,8 +14,8 @@ from replay import use_kernel, use_plan
 from replay.patch.use_kernel import use_own
 from tests.capture.hooks.entry_points.test_transformers import (
     TOKENS,
-    flash_stand_in,
     language_model,
+    use_flash_stand_in,
     with_flash,
 )
 from tests.factories import normal
@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash_stand_in)
+    use_flash_stand_in(monkeypatch)
 
 
 def logits(model: Any, **options: Any) -> Tensor:

@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 import torch
 
+from capture.call.batch import Batch
 from capture.call.shape import Shape
 from capture.hooks.census import Census
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import CallSite
 from replay.plan.call_matching import CensusError, match
+from replay.plan.cells import by_length, cells_of, cost_of
+from replay.plan.plan import Budget
 from replay.rows.row import CallFacts, Mask
+from tests.factories import row
 
 ALIKE: dict[str, Any] = {
     "query": (1, 4, 1, 32),
@@ -101,6 +105,55 @@ def test_lengths_around_it_in_other_modules_come_before_a_near_one_in_its_own() 
     calls = [call("own", kv_len=100), call("less", "layers.1", 88), call("more", "layers.2", 92)]
     assert match(lengths(90), calls)[0].shares == pytest.approx({"less": 0.5, "more": 0.5})
     assert match(lengths(80), calls)[0].shares == {"own": 1}
+
+
+def batches(*lengths: int) -> dict[str, Any]:
+    """Return the census of a layer that decodes two tokens over pages at each step."""
+    made, table = Census(), torch.zeros(2, 1, dtype=torch.int32)
+    pool = torch.zeros(1, 2, 4096, 32)
+    for keys in lengths:
+        arguments = Arguments.of(
+            torch.zeros(1, 4, 2, 32),
+            pool,
+            pool[..., :16],
+            None,
+            cu_seqlens_q=torch.arange(3),
+            seqused_k=torch.tensor([keys, keys]),
+            page_table=table,
+        )
+        site = CallSite("layers.0", 0, "decode")
+        made.add(site, arguments)
+        found = Batch.of(arguments)
+        assert found is not None
+        made.add_batch(site.phase, made.count_of(site, arguments), found)
+    return made.to_json()
+
+
+def test_a_batch_takes_the_time_of_the_nearest_one_by_its_work() -> None:
+    census = batches(100, 100, 150, 1000, 2000)
+    calls = [
+        call(
+            name,
+            f"layers.{keys}",
+            8192,
+            shape=Shape(1, 4, 2, 2, 8192, 32, 16),
+            beyond="packed sequences, pages of 4096",
+            batch=Batch((1, 1), (keys, keys)).size,
+        )
+        for name, keys in (("short", 100), ("long", 1000))
+    ]
+    (counted,) = match(census, calls)
+    assert counted.shares == pytest.approx({"short": 3.5 / 5, "long": 3 / 5})
+    rows = [row(name, call, ms) for call in calls for name, ms in (("old", 1.0), ("new", 0.5))]
+    (cell,) = cells_of(rows, census, "old")
+    assert by_length(cell) == [cell]
+    cost = cost_of(cell, "new", Budget("cosine", 0.9))
+    assert (cost.saved_ms, cost.choice.kv_lens) == (pytest.approx(5 * 1.3 * 0.5), None)
+    old = {**census, "batches": []}  # recordings before lengths were kept
+    for signature in old["signatures"]:
+        signature["beyond"] = "2 packed sequences, pages of 4096"
+        signature["query"] = [1, 4, 2, 32]
+    assert match(old, calls)[0].shares == {"short": 0.5, "long": 0.5}
 
 
 def test_calls_that_no_row_can_be_like() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from capture.call.batch import Batch
 from replay.report.answer import answer
 from replay.report.matrix import matrix
 from replay.rows.row import Row
@@ -20,7 +21,10 @@ def on(call: str, kernel: str, ms: float | Sequence[float] = 1.0, **fields: Any)
     """Return a kernel's row on a call of its own kind, paired with a baseline of 1 ms."""
     times = [ms] * 10 if isinstance(ms, float) else ms
     if kernel != "base":
-        fields = {"speedup": speedup_over("base", paired_speedup(BASE, times)), **fields}
+        fields = {
+            "speedup": speedup_over("base", paired_speedup(BASE[: len(times)], times)),
+            **fields,
+        }
     fields.setdefault("accuracy_class", "exact")
     kv_len = {"a": 64, "b": 128, "c": 256}[call]
     return row(kernel, call_facts(call, kv_len=kv_len, model="flux"), times, **fields)
@@ -122,3 +126,28 @@ def test_answer_of_one_kind_names_its_model() -> None:
     assert answer(matrix([on("a", "mine", status="inaccurate")])) == (
         "No kernel tested ran correctly."
     )
+
+
+def test_batches_of_an_engine_share_kinds_by_phase_and_figures() -> None:
+    sizes = [  # phase, queries, keys
+        ("mixed", (1, 1, 500), (90, 100, 500)),
+        ("decode", (1,) * 14, (1000,) * 14),
+        ("decode", (1,) * 16, (500, 1500) * 8),
+        ("decode", (1,) * 17, (1000,) * 17),
+        ("decode", (1,) * 14, (20_000,) * 14),
+        ("prefill", (2048,), (2048,)),
+        ("extend", (1,), (2049,)),
+    ]
+    rows = [
+        row("mine", call_facts(f"{at}", "attn", phase, kv_len=at, batch=Batch(*lengths).size), 1.0)
+        for at, (phase, *lengths) in enumerate(sizes)
+    ]
+    titles = [(kind.phase, kind.shape) for kind in matrix(rows).kinds]
+    assert titles == [
+        ("decode", "14…16 sequences × 1,000 keys, 2×32"),
+        ("decode", "14 sequences × 20,000 keys, 2×32"),
+        ("decode", "17 sequences × 1,000 keys, 2×32"),
+        ("extend", "1 query × 2,049 keys, 2×32"),
+        ("mixed", "3 sequences × 502 queries, 2×32"),
+        ("prefill", "2,048 queries × 2,048 keys, 2×32"),
+    ]

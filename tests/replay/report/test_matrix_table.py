@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from replay.report.matrix_table import print_first_screen
-from replay.rows.row import Row
+from replay.rows.row import INTERRUPTED_BLOCKS, Row
+from replay.timing.defaults import ROUNDS
 from tests.replay.report.test_matrix import on, quantised
 
 
@@ -54,6 +55,18 @@ def test_first_screen_answers_first_and_lists_each_kernel_once() -> None:
     assert "47 kernels not available here, listed by: replay kernels" in lines
     assert "cuda-" not in "".join(lines)
     assert "within" not in screen([on("a", "base", reason="max abs error 1 is within 2")])
+
+
+@pytest.mark.parametrize(
+    ("mine", "line"),
+    [
+        (on("a", "mine", flags=(INTERRUPTED_BLOCKS,)), "busy machine: use a quieter machine"),
+        (on("a", "mine", (0.4, 5.0) * 5), "interval too wide: more --rounds and --max-seconds"),
+        (on("a", "mine", (0.9, 1.1, 0.9)), f"too few rounds: --rounds {ROUNDS}"),
+    ],
+)
+def test_inconclusive_speedup_has_a_remedy(mine: Row, line: str) -> None:
+    assert f"? mine: {line}" in screen([on("a", "base"), mine]).splitlines()
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 160])

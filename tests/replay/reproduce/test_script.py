@@ -26,7 +26,7 @@ FULL = {
     "expanded mask": random_call(attn_mask=(normal(1, 1, 1, 13) > 0).expand(1, 2, 9, 13)),
     "sinks": CALLS["sinks"],
     "packed": CALLS["packed"],
-    "paged": CALLS["paged"],
+    "paged": CALLS["scaled, paged"],
 }
 KEY = normal(1, 2, 13, 32)
 FULL["value in key"] = replace(random_call(), key=KEY, value=KEY[..., :16])

@@ -56,7 +56,7 @@ def test_replays_rows_have_no_other_leaves(
     asked = {"compare_stats": True, "errors_against": "broken", "roofline": True}
     known = {item.path for item in FIELDS} | IN_JSON_ALONE
     empty = {"speedup", "block_ms", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
-    empty |= {"call.mask", "energy", "accuracy.chosen"}
+    empty |= {"call.mask", "call.batch", "energy", "accuracy.chosen"}
     rows = replayed(factories.random_call(with_output=True), broken, **asked)
     for produced in rows.values():
         assert set(leaves(row_to_json(produced))) <= known | empty

@@ -1,5 +1,6 @@
 """The machine's peaks are measured, and a roof follows from them."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +11,16 @@ from replay.timing import roof
 from replay.timing.roof import measure_roof
 
 
+@pytest.fixture(autouse=True)
+def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
+    monkeypatch.setattr(roof, "SECONDS", 0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(roof, "SECONDS", 0.005)
     monkeypatch.setattr(roof, "SIDES", {"cpu": (32, 64)})
-    monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
     taken: list[float] = []
 
     def slow_at_first(work: Callable[[], object]) -> float:
@@ -23,9 +29,29 @@ def test_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
         return taken[-1]
 
     monkeypatch.setattr(roof, "_cpu_seconds", slow_at_first)
+    monkeypatch.setattr(roof.Interruptions, "interrupted", lambda _, seconds: False)
     found = measure_roof(dtype, torch.device("cpu"))
-    assert found.tflops == pytest.approx(2 * 64**3 / 0.002 / 1e12)
-    assert found.gb_per_s == pytest.approx(2 * 1000 / 0.002 / 1e9)
+    assert found == Roof(
+        pytest.approx(2 * 64**3 / 0.002 / 1e12), pytest.approx(2 * 1000 / 0.002 / 1e9)
+    )
+
+
+@pytest.mark.parametrize("is_ever_idle", [True, False])
+def test_interrupted_calls_count_only_without_others(
+    monkeypatch: pytest.MonkeyPatch, is_ever_idle: bool
+) -> None:
+    monkeypatch.setattr(roof, "LONGEST_SECONDS", 0.02 + 600 * is_ever_idle)
+    monkeypatch.setattr(roof, "SIDES", {"cpu": (32,)})
+    taken = itertools.cycle([1.0, 1.0, 1.0, 2.0])
+    monkeypatch.setattr(roof, "_cpu_seconds", lambda work: next(taken))
+    monkeypatch.setattr(
+        roof.Interruptions, "interrupted", lambda _, seconds: not is_ever_idle or seconds < 2.0
+    )
+    found = measure_roof(torch.float32, torch.device("cpu"))
+    seconds = 2.0 if is_ever_idle else 1.0
+    assert found == Roof(
+        pytest.approx(2 * 32**3 / seconds / 1e12), 2 * 1000 / seconds / 1e9, not is_ever_idle
+    )
 
 
 def test_bandwidth_limits_calls_of_low_intensity() -> None:
@@ -36,9 +62,7 @@ def test_bandwidth_limits_calls_of_low_intensity() -> None:
 
 
 def test_slow_dtype_costs_no_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "SECONDS", 0.0)
     monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 2**20)})
-    monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
     monkeypatch.setattr(roof, "_cpu_seconds", lambda work: (work(), 1.0)[1])
     found = measure_roof(torch.float16, torch.device("cpu"))
     assert found.tflops == pytest.approx(8192 / 1e12)

@@ -309,10 +309,12 @@ def test_flash_mla_with_other_cache_formats_is_refused(
     assert refusal(layer, tmp_path / "calls", *tensors) == f"takes {next(iter(option))}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_vllms_flash_attn_writes_to_the_given_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's function has another argument order, `out`, and scales, even for 16-bit tensors."""
+    is_scaled = dtype.itemsize == 1
 
     @parameters(
         "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, "
@@ -322,6 +324,8 @@ def test_vllms_flash_attn_writes_to_the_given_memory(
     def flash_attn_varlen_func(given: types.SimpleNamespace) -> Tensor:
         taken = ("q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
         named = {name: getattr(given, name) for name in (*taken, "causal", "block_table")}
+        factors = given.k_descale[0, :, None] if is_scaled else 1.0
+        named |= {"k": given.k.float() * factors, "v": given.v.float()}
         named["cu_seqlens_k"] = F.pad(given.seqused_k.cumsum(0), (1, 0))
         window = given.window_size or (-1, -1)
         output = flash_attn_stand_in.flash_attn_varlen_func(**named, window_size=window)
@@ -331,7 +335,9 @@ def test_vllms_flash_attn_writes_to_the_given_memory(
     module = types.ModuleType(name)
     vars(module)["flash_attn_varlen_func"] = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, name, module)
-    starts, query, (key, value) = torch.tensor([0, 2, 5]).int(), normal(5, 4, 8, seed=1), pools()
+    monkeypatch.delitem(sys.modules, "flash_attn.flash_attn_interface")  # which the stand-in calls
+    starts, query = torch.tensor([0, 2, 5]).int(), normal(5, 4, 8, seed=1)
+    key, value = (pool.to(dtype) for pool in pools())
     options: dict[str, Any] = {
         "max_seqlen_q": 3,
         "cu_seqlens_q": starts,
@@ -341,11 +347,11 @@ def test_vllms_flash_attn_writes_to_the_given_memory(
         "window_size": [-1, -1],
         "block_table": TABLE,
         "out": torch.empty(5, 4, 8),
-        "k_descale": torch.ones(2, 2),
+        "k_descale": torch.tensor([0.5, 2.0]).expand(2, 2),
         "fa_version": 3,
     }
     call = recorded(Layer(flash_attn_varlen_func, **options), tmp_path / "calls", query, key, value)
-    assert call.features == ("bottom-right", "packed", "paged")
+    assert call.features == ("bottom-right", "packed", "paged", "scaled")[: 3 + is_scaled]
     expected = options["out"].clone()
     options["out"].zero_()
     with use_kernel("eager") as swap:
@@ -353,3 +359,8 @@ def test_vllms_flash_attn_writes_to_the_given_memory(
     assert (swap.hits, swap.fallbacks) == (1, {})
     assert returned is options["out"]
     assert torch.allclose(returned, expected, atol=1e-5)
+    if is_scaled:
+        assert (call.key_scale.tolist(), call.value_scale.tolist()) == ([0.5, 2.0], [1.0, 1.0])
+        other = Layer(flash_attn_varlen_func, **{**options, "k_descale": torch.ones(2, 2)})
+        reason = refusal(other, tmp_path / "refused", query, key, value)
+        assert reason == "takes a k_descale of its own for each sequence"

@@ -116,31 +116,18 @@ def test_flex_attention_with_a_block_mask(tmp_path: Path) -> None:
         assert torch.equal(call.attn_mask[0, 0], torch.ones(12, 12, dtype=torch.bool).tril())
 
 
-def flash_stand_in(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute what flash-attn does: bottom-right causal, a window of W keys, capped scores."""
-    tensors = [each.transpose(1, 2) for each in (query, key, value)]
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    options = (dropout, scaling, True, window, softcap or 0.0)
-    if (starts := others.get("cu_seq_lens_q")) is None:
-        return flash_attn_func(*tensors, *options), None
-    packed = [each[0] for each in tensors]
-    return flash_attn_varlen_func(*packed, starts, starts, 0, 0, *options)[None], None
+def use_flash_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make transformers' own code path to flash-attn use a stand-in for the library."""
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+    helpers = (utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *others, **options: (*functions, *helpers))
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
 
 
 @pytest.fixture
-def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash_stand_in)
+def _flash_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_flash_stand_in(monkeypatch)
 
 
 def with_flash(model: Any) -> Any:
@@ -150,7 +137,7 @@ def with_flash(model: Any) -> Any:
     return model
 
 
-@pytest.mark.usefixtures("_flash")
+@pytest.mark.usefixtures("_flash_functions")
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma2"])
 def test_flash_attention_2_with_a_window(kind: str, tmp_path: Path) -> None:
     model = with_flash(language_model(kind, "eager", sliding_window=4))
@@ -164,38 +151,12 @@ def test_flash_attention_2_with_a_window(kind: str, tmp_path: Path) -> None:
     assert all(("softcap" in call.features) == (kind == "Gemma2") for call in calls)
 
 
-@pytest.mark.usefixtures("_flash")
+@pytest.mark.usefixtures("_flash_functions")
 def test_soft_cap_of_0_is_invalid(tmp_path: Path) -> None:
     """flash-attn takes 0 as "no cap"; if 0 were recorded as a cap, scores would be divided by 0."""
     model = with_flash(language_model("Gemma2", "eager", attn_logit_softcapping=0.0))
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
     assert {call.variant.softcap for call in calls} == {None}
-
-
-@pytest.mark.usefixtures("_flash")
-def test_packed_sequences(tmp_path: Path) -> None:
-    model = with_flash(language_model("Llama", "eager"))
-    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
-    options: dict[str, Any] = {
-        "position_ids": torch.cat([torch.arange(5), torch.arange(7)])[None],
-        **{"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7},
-        "use_cache": False,
-    }
-    calls, _ = recorded(model, lambda: model(TOKENS, **options).logits, tmp_path / "calls")
-    for call in calls:
-        assert call.cu_seqlens_q is not None
-        assert call.cu_seqlens_q.tolist() == [0, 5, 12]
-        assert call.variant.max_seqlen_q == 7
-
-
-@pytest.fixture
-def _flash_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make transformers' own code path to flash-attn use a stand-in for the library."""
-    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
-    functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
-    helpers = (utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "_lazy_imports", lambda *others, **options: (*functions, *helpers))
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
 
 
 @pytest.mark.usefixtures("_flash_functions")

@@ -51,7 +51,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [*pages.rows(), *pages.rows(3, 2, model=pages.HOSTILE)]
     checks = pages.checks("kernel-2", "kernel-1")
     write_html(
-        rows, out, checks=checks, summary="1.20× at a < b", command="replay report rows.jsonl"
+        rows,
+        out,
+        checks=checks,
+        summary="no plan is faster at a < b",
+        command="replay report rows.jsonl",
     )
     return out.read_text("utf-8")
 
@@ -59,8 +63,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_answer_matrix_and_foot_stand_there_without_any_script(page: str) -> None:
     shown = html.unescape(re.sub("<[^>]+>", " ", page.partition("<header>")[2]))
     order = [
-        "1.20× at a < b",
-        "model, one full run, from prompt to output: kernel-1 1.20× (1.18-1.22), predicted 1.21×",
+        "No plan is faster at a < b",
+        "model, one full run, from prompt to output: kernel-1 1.20× (1.18-1.22), predicted 1.21×; "
+        "output: PSNR 41.2 dB, SSIM 0.993",
         "model, one denoising step: kernel-1 1.20×",
         "kernel-4: 1.40× in ",
         "kernel-3  quantised  1.30×",
@@ -139,7 +144,7 @@ def test_errors_are_drawn_in_the_budgets_metric() -> None:
 
 
 def test_unavailable_kernels_are_named_once(tmp_path: Path) -> None:
-    rows = pages.rows(2, 3)
+    rows = [replace(row, kernel=row.kernel.replace("-1", ".py:k")) for row in pages.rows(2, 3)]
     absent = [
         replace(row, kernel="fa<3>", status="unavailable", reason="no wheel", accuracy=None)
         for row in rows[::2]
@@ -147,6 +152,7 @@ def test_unavailable_kernels_are_named_once(tmp_path: Path) -> None:
     write_html([*rows, *absent], tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text("utf-8")
     assert page.count("fa&lt;3&gt;: no wheel") == 1
+    assert '<th scope="row">kernel.<wbr>py:<wbr>k <' in page  # lines of a phone end there
     assert "fa<3>" not in data_of(page)["rows"]["name"]
 
 

@@ -1,9 +1,11 @@
-"""Options of `capture --model MODEL` that say what to store. Does not import torch."""
+"""Options of a recording: an engine to record in, and what to store. Does not import torch."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
+from attention_replay.errors import Error
 from capture.call.head_ranges import parse_ranges
 from capture.call.splits import SPLITS
 from capture.command_line.parser import (
@@ -15,6 +17,34 @@ from capture.command_line.parser import (
     size,
 )
 from capture.recording.sampling import PER_LAYER, PHASES, SAMPLES, make_sampler
+
+
+def add_engine_options(command: OneSentenceParser) -> None:
+    """Add the options that run the model inside an engine that serves."""
+    engine = command.add_argument_group("inside an engine; --set then means its arguments")
+    engine.add_argument("--engine", choices=["vllm"], help="engine that runs --model DIR")
+    engine.add_argument(
+        "--prompts", metavar="FILE", help="prompts to answer, as text or JSON lines"
+    )
+    engine.add_argument("--trace", metavar="FILE", help="times and lengths of requests to answer")
+
+
+def check_engine_options(arguments: argparse.Namespace) -> None:
+    """Check that the options of an engine go with the others.
+
+    Raises:
+        Error: an option is missing, or has no effect.
+    """
+    given = [name for name in ("prompts", "trace") if getattr(arguments, name) is not None]
+    if arguments.engine is None:
+        if given:
+            raise Error(f"--{given[0]} needs --engine vllm")
+        return
+    if len(given) != 1:
+        raise Error("--engine vllm needs either --prompts FILE or --trace FILE")
+    for name in ("size", "weights", "checkpoint", "prompt", "steps", "device"):
+        if getattr(arguments, name) is not None:
+            raise Error(f"--{name} has no effect with --engine: leave it out")
 
 
 def add_storage_options(command: OneSentenceParser) -> None:
@@ -35,13 +65,18 @@ def add_storage_options(command: OneSentenceParser) -> None:
         help="calls to store: spread over layers, steps, phases and shapes (default); hard: most "
         "difficult for 8-bit kernels; first; or every:N: first of every N calls",
     )
-    store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
+    store.add_argument(
+        "--phase",
+        choices=PHASES,
+        metavar="PHASE",
+        help="phase to store: denoise, prefill, extend, decode, mixed or encode",
+    )
     store.add_argument(
         "--heads",
         action=Listed,
         type=_heads,
         metavar="LIST",
-        help="query heads to store, such as 0,8-11, with their key/value heads (default: all)",
+        help="query heads to store, such as 0,8-11, with their key heads (default: all)",
     )
     store.add_argument(
         "--modules",
@@ -69,7 +104,7 @@ def add_storage_options(command: OneSentenceParser) -> None:
         "--rank",
         type=natural,
         metavar="N",
-        help="rank of this process; all ranks may write to one DIR (default: as set by torchrun)",
+        help="rank of this process; all ranks may write to one DIR (default: torchrun's)",
     )
     store.add_argument(
         "--split",
@@ -81,11 +116,19 @@ def add_storage_options(command: OneSentenceParser) -> None:
         "--buffer-bytes",
         type=size,
         metavar="SIZE",
-        help="host memory for calls that are not written yet (default: a quarter of free memory)",
+        help="memory for calls not written yet (default: a quarter of free host memory)",
     )
     store.add_argument(
         "--durable", action="store_true", help="write each call to disk before the model continues"
     )
+
+
+def storage_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `capture.record` that these options mean."""
+    names = ["out", "max", "sample", "phase", "heads", "modules", "rank", "split"]
+    names += ["max_bytes", "buffer_bytes", "durable", "overwrite"]
+    given = vars(arguments)
+    return {name: given[name] for name in names} | {"output": not arguments.no_output}
 
 
 def _sample(text: str) -> str:

@@ -1,0 +1,123 @@
+"""Attention of a serving engine's batch: sequences with any numbers of queries, keys in pages.
+
+Sequences with few queries run the decode kernel, which splits their keys among programs. The others
+run the prefill kernel. Only the GPU knows how many queries a sequence has, so both kernels start,
+and the programs of sequences that belong to the other kernel end at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_kernels.decode.kv_cache import Cache, expanded_scales
+from attention_kernels.decode.split_kv import PackedQueries, attend_to_cache
+from attention_kernels.launch.shape_checks import vector
+from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.portable.paged_prefill import paged_prefill
+
+MOST_DECODED_QUERIES = 16
+"""Maximum number of queries of a sequence for which its keys are split among programs."""
+DECODED_ROWS = 16
+"""Number of query rows of a key head in one tile of the tensor cores. Beside sequences with more
+queries than `MOST_DECODED_QUERIES`, those with at most this many rows are decoded."""
+
+
+def paged_batch(
+    query_THD: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    q_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    options: AttentionOptions = PLAIN,
+    return_lse: bool = False,
+) -> Any:
+    """Return attention of packed queries to their sequences' tokens in pages, (Tq, Hq, Dv).
+
+    Args:
+        query_THD: (Tq, Hq, D) float16, bfloat16 or float32, D ≤ 256, any strides.
+        key_pages: (P, page_size, Hkv, D) in the query's type, any page size and strides, or in
+            float8_e4m3fn with scales.
+        value_pages: (P, page_size, Hkv, Dv). If this is the view `key_pages[..., :Dv]`, as in
+            absorbed MLA, D may be 640 and Dv 512, with at most 16 queries per sequence.
+        block_table: (B, N) int32, pages of each sequence. Entries after its last page are not read.
+        lengths: (B,) int32, number of tokens of each sequence, the new ones included.
+        q_offsets: (B + 1,) int32, start of each sequence's queries and the end of all. Sequences
+            may have no queries.
+        longest_query: number of queries of the longest sequence, or more. Rows of longer sequences
+            may not be written.
+        is_causal: query i sees tokens 0 to i, unless `options` specifies bottom right.
+        scale: factor of the scores; None for 1/√D.
+        key_scale, value_scale: float32, by which FP8 keys and values are multiplied. They broadcast
+            to (B, Hkv): one number, one per key head, or one per sequence and key head.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
+        options: bottom right, window and soft cap.
+        return_lse: return a tuple of the output and the log-sum-exp, (Hq, Tq) float32.
+
+    Raises:
+        NotImplementedError: `options` ask for invariance.
+        ValueError: the shapes do not fit together, a head dimension is too large, only one of cache
+            and scales is in FP8, or an FP8 cache has float32 queries.
+    """
+    if options.invariant:
+        raise NotImplementedError("batches in pages are not invariant: which kernel runs varies")
+    tokens, heads, _ = query_THD.shape
+    batch, v_dim = q_offsets.shape[0] - 1, value_pages.shape[3]
+    scales = expanded_scales(query_THD, key_pages, value_pages, key_scale, value_scale, batch)
+    q_offsets_B = vector("q_offsets", q_offsets, batch + 1)
+    lengths_B = vector("lengths", lengths, batch)
+    assert q_offsets_B is not None
+    assert lengths_B is not None
+    output = query_THD.new_empty(tokens, heads, v_dim)
+    lse = query_THD.new_empty(heads, tokens, dtype=torch.float32) if return_lse else None
+    cache = Cache.in_pages(key_pages, value_pages, block_table, lengths_B, scales=scales)
+    decoded = decoded_queries(longest_query, heads // key_pages.shape[2], query_THD.dtype)
+    if tokens and decoded:
+        attend_to_cache(
+            query_THD.transpose(0, 1)[None],
+            cache,
+            is_causal=is_causal,
+            scale=scale,
+            sinks=sinks,
+            options=options,
+            packed=PackedQueries(q_offsets_B, decoded, output, lse),
+        )
+    if tokens and decoded < longest_query:
+        assert cache.block_table is not None
+        paged_prefill(
+            query_THD,
+            key_pages,
+            value_pages,
+            cache.block_table,
+            lengths_B,
+            q_offsets_B,
+            output,
+            lse,
+            is_causal,
+            scale=scale,
+            key_scale=scales[0],
+            value_scale=scales[1],
+            sinks=sinks,
+            options=options,
+            decoded=decoded,
+        )
+    return output if lse is None else (output, lse)
+
+
+def decoded_queries(longest_query: int, group: int, dtype: torch.dtype) -> int:
+    """Return the maximum number of queries of the sequences that the decode kernel computes."""
+    if dtype == torch.float32:
+        return 0
+    if longest_query <= MOST_DECODED_QUERIES:
+        return longest_query
+    return max(1, DECODED_ROWS // group)

@@ -1,0 +1,238 @@
+"""vLLM's backends, with a stand-in: layouts of caches, phases, options, and what is refused."""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from capture import load, record
+from capture.call.batch import Batch
+from capture.hooks.batch_counts import BatchCounts
+from capture.storage.dataset import Dataset
+from replay import use_kernel
+from replay.accuracy.reference import attention
+from tests.capture.hooks.entry_points import vllm_stand_in
+from tests.capture.hooks.entry_points.vllm_stand_in import (
+    SLOTS,
+    CommonAttentionMetadata,
+    FirstBackend,
+    Impl,
+    LatentImpl,
+    Layer,
+    MLAAttention,
+    SecondBackend,
+)
+from tests.factories import normal
+
+HEADS, KV_HEADS, WIDTH, BLOCKS = 4, 2, 32, 24
+LENGTHS = (40, 7, 61)
+PADDING = 3
+"""Rows after the batch's tokens, as vLLM pads for CUDA graphs."""
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = "vllm.model_executor.layers.attention.mla_attention"
+    for name in ("vllm.v1.attention.backend", latent):
+        monkeypatch.setitem(sys.modules, name, vllm_stand_in)
+
+
+def batch(queries: tuple[int, ...], prefilling: tuple[bool, ...] | None) -> CommonAttentionMetadata:
+    """Return a batch of three requests whose blocks lie anywhere in the cache."""
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0))[:12]
+    return CommonAttentionMetadata(
+        starts,
+        starts,
+        lengths,
+        len(queries),
+        sum(queries),
+        max(queries),
+        max(LENGTHS),
+        table.view(3, 4).int(),
+        is_prefilling=None if prefilling is None else torch.tensor(prefilling),
+        seq_lens_cpu_upper_bound=lengths,
+    )
+
+
+class Model(nn.Module):
+    """Model of one layer, which runs a batch."""
+
+    def __init__(self, backend: type = FirstBackend, **options: Any) -> None:
+        super().__init__()
+        shape = backend.get_kv_cache_shape(BLOCKS, SLOTS, KV_HEADS, WIDTH)
+        cache = normal(*shape, seed=3)
+        self.attn = Layer("model.layers.0.attn", backend, Impl(WIDTH**-0.5, **options), cache)
+
+    def forward(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        tokens = common.num_actual_tokens
+        metadata = vllm_stand_in.Builder().build(common_prefix_len=0, common_attn_metadata=common)
+        if isinstance(self.attn.impl, LatentImpl):
+            query = normal(tokens, HEADS, WIDTH, seed=0)
+            return self.attn(query, query, query, metadata)
+        query = normal(tokens + PADDING, HEADS, WIDTH, seed=0).to(self.attn.query_dtype)
+        new = normal(tokens + PADDING, KV_HEADS, WIDTH, seed=1)
+        return self.attn(query, new, new, metadata)[:tokens]
+
+
+CHUNK = (9, 7, 1)
+OPTIONS = [{}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"soft_cap": 5.0}]
+
+
+@pytest.mark.parametrize("backend", [FirstBackend, SecondBackend])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "sinks", "soft-cap"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_batch_is_recorded_from_its_pages(
+    backend: type, options: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    model = Model(backend, **options)
+    model.attn.sliding_window = window
+    with record(model, tmp_path / "calls") as recording:
+        output = model(batch(CHUNK, (True, False, False)))
+    assert recording.problems == []
+    (call,) = load(tmp_path / "calls")
+    assert call.origin.entry_point == "vllm"
+    assert call.origin.module == "model.layers.0.attn"
+    assert call.origin.backend == f"vllm-{backend.get_name().lower()}"
+    assert call.key.shape[1:] == (KV_HEADS, SLOTS, WIDTH)
+    assert call.output is not None
+    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "query_scale", "key_scale"),
+    [
+        ("fp8", None, torch.tensor(0.02)),
+        ("fp8_e5m2", None, torch.tensor([0.02, 0.5])),
+        ("fp8", torch.tensor(0.01), torch.tensor([0.02, 0.5])),
+    ],
+    ids=["tensor", "head", "query"],
+)
+def test_an_fp8_cache_is_recorded_with_its_scales(
+    kind: str, query_scale: torch.Tensor | None, key_scale: torch.Tensor, tmp_path: Path
+) -> None:
+    model = Model()
+    layer, stored = model.attn, vllm_stand_in.FP8[kind]
+    layer.kv_cache_dtype, layer._k_scale, layer._v_scale = kind, key_scale, torch.tensor(0.03)
+    layer.kv_cache = (layer.kv_cache / 0.05).to(stored).view(torch.uint8)
+    if query_scale is not None:
+        layer._q_scale, layer.query_dtype = query_scale, stored
+    with record(model, tmp_path / "calls") as recording:
+        output = model(batch(CHUNK, (True, False, False)))
+    assert recording.problems == []
+    (call,) = load(tmp_path / "calls")
+    assert call.key.dtype == call.value.dtype == stored
+    assert call.query.dtype == (torch.float32 if query_scale is None else stored)
+    assert call.key_scale.tolist() == key_scale.expand(KV_HEADS).tolist()
+    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
+    assert torch.allclose(attention(call), call.output.double(), rtol=8e-3, atol=1e-5)
+    with use_kernel("eager", model) as swap:
+        assert torch.allclose(model(batch(CHUNK, (True, False, False))), output, 2e-2, 2e-3)
+    assert swap.hits == 1
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_latent_attention_is_recorded_from_its_pages(is_fp8: bool, tmp_path: Path) -> None:
+    model, cache = Model(), normal(BLOCKS, SLOTS, WIDTH, seed=3)
+    impl = LatentImpl(0.1, kv_lora_rank=24)
+    layer = model.attn = MLAAttention("model.layers.0.attn", FirstBackend, impl, cache)
+    if is_fp8:
+        layer.kv_cache_dtype, layer._k_scale = "fp8", torch.tensor(0.02)
+        layer.kv_cache = (cache / 0.02).to(torch.float8_e4m3fn).view(torch.uint8)
+    with record(model, tmp_path / "calls") as recording:
+        output = model(batch((1, 1, 1), (False, False, False)))
+    assert recording.problems == []
+    (call,) = load(tmp_path / "calls")
+    assert (call.origin.module, call.origin.phase) == ("model.layers.0.attn", "decode")
+    assert call.value_is_in_key
+    assert ("scaled" in call.features) == is_fp8
+    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries", "prefilling", "phase"),
+    [
+        ((40, 7, 61), (True, True, True), "prefill"),
+        ((9, 3, 1), (True, True, True), "extend"),
+        ((1, 1, 1), (False, False, False), "decode"),
+        ((1, 1, 1), None, "decode"),
+        ((9, 1, 1), (True, False, False), "mixed"),
+        ((40, 3, 61), (True, True, True), "mixed"),
+    ],
+)
+def test_the_phase_is_that_of_the_requests(
+    queries: tuple[int, ...], prefilling: tuple[bool, ...] | None, phase: str, tmp_path: Path
+) -> None:
+    model = Model()
+    with record(model, tmp_path / "calls"):
+        model(batch(queries, prefilling))
+    (call,) = load(tmp_path / "calls")
+    assert call.origin.phase == phase
+
+
+@pytest.mark.parametrize(("window", "visible"), [(None, LENGTHS), (20, (28, 7, 20))])
+def test_the_census_has_the_lengths_of_every_batch(
+    window: int | None, visible: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = Model()
+    model.attn.sliding_window = window
+    batches = [CHUNK, (1, 1, 1), (2, 2, 2), (1, 1, 1)]
+    with record(model, tmp_path / "calls", max=1) as recording:
+        for queries in batches:
+            model(batch(queries, None))
+    assert recording.problems == []
+    (capture,) = Dataset.open(tmp_path / "calls").captures
+    (signature,) = capture.census["signatures"]
+    assert signature["query"] == [1, HEADS, -1, WIDTH]
+    assert [(row["phase"], row["calls"]) for row in capture.census["rows"]] == [
+        ("mixed", 1),
+        ("decode", 2),
+        ("extend", 1),
+    ]
+    found = [tuple(each.values()) for each in capture.census["batches"]]
+    assert found[0] == ("mixed", 0, [9, 7, 1], [*visible], 1)
+    assert [(each[0], each[2], each[4]) for each in found[1:]] == [
+        ("decode", [1, 1, 1], 2),
+        ("extend", [2, 2, 2], 1),
+    ]
+
+
+def test_lengths_are_bounded_and_their_batches_an_even_sample() -> None:
+    counts: BatchCounts[str] = BatchCounts(most=100)
+    for keys in range(1000):
+        for _ in range(2):  # layers
+            counts.add("decode", "any", Batch((1,), (keys,)))
+    kept = counts.to_json({"any": 0})
+    steps = {late["keys"][0] - early["keys"][0] for early, late in itertools.pairwise(kept)}
+    assert 25 <= len(kept) <= 50
+    assert steps == {32}
+    assert all(each["calls"] == 2 for each in kept)
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_profiling_and_making_a_graph_are_not_calls(
+    is_capturing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capture.hooks.entry_points.vllm.is_capturing", lambda _: is_capturing)
+    model = Model()
+    tokens = normal(5, HEADS, WIDTH, seed=0)
+    with record(model, tmp_path / "calls") as recording:
+        model(batch(CHUNK, None)) if is_capturing else model.attn(tokens, tokens, tokens, None)
+    assert recording.seen == 0
+
+
+def test_a_kernel_answers_in_the_engine(tmp_path: Path) -> None:
+    model, common = Model(), batch(CHUNK, (True, False, False))
+    expected = model(common)
+    with use_kernel("eager", model) as swap:
+        output = model(common)
+    assert swap.hits == 1
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert not torch.equal(output, expected)
