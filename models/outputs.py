@@ -24,7 +24,8 @@ class Outputs:
         tensors: Tensors by name; empty if the run returned no known output. The names by kind:
 
             - ``language``: ``sequences`` (1, T), prompt and new tokens; ``logits`` (steps, V), one
-              row per new token, if the run returned logits.
+              row per new token, if the run returned logits. Of an engine, ``sequences`` are the
+              new tokens of all requests, one request after another.
             - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, if the
               pipeline exposes them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W),
               both in [0, 1], if the pipeline decodes; ``output`` for other results such as sound.
@@ -64,6 +65,9 @@ def of_anything(result: Any) -> Outputs:
     """Return the outputs in a result of unknown type: tokens, pictures, or the first tensor."""
     if isinstance(getattr(result, "sequences", None), Tensor):
         return of_generation(result)
+    if answers := engine_answers(result):
+        tokens = [token for answer in answers for token in answer]
+        return _outputs("language", {"sequences": torch.tensor([tokens])})
     if pictures := _pictures(result):
         return _outputs("diffusion", pictures)
     found = _first(result)
@@ -71,6 +75,27 @@ def of_anything(result: Any) -> Outputs:
         # By default, `generate` returns only token ids.
         return _outputs("language", {"sequences": found["output"][:1]})
     return _outputs("tensor", found)
+
+
+def engine_answers(result: Any) -> list[list[int]]:
+    """Return the new tokens of each answer of an engine; empty for other results.
+
+    Args:
+        result: The requests of transformers' ``generate_batch``, with ``generated_tokens``, or of
+            vLLM's ``LLM.generate``, whose ``outputs`` have ``token_ids``.
+    """
+    requests = list(result.values()) if isinstance(result, Mapping) else result
+    if not isinstance(requests, (list, tuple)):
+        return []
+    answers = []
+    for request in requests:
+        outputs = getattr(request, "outputs", None)
+        found = [request, *(outputs if isinstance(outputs, (list, tuple)) else ())]
+        for each in found:
+            tokens = getattr(each, "generated_tokens", getattr(each, "token_ids", None))
+            if isinstance(tokens, (list, tuple)):
+                answers.append(list(tokens))
+    return answers
 
 
 def _outputs(kind: Kind, tensors: dict[str, Tensor]) -> Outputs:

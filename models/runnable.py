@@ -47,3 +47,10 @@ class Runnable:
     pipeline: Any = None
     for_prompt: Callable[[str], Callable[[], Any]] | None = None
     extent: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def new_tokens(result: Any) -> int:
+        """Count the tokens in a result of ``run`` that an engine generated; 0 in other results."""
+        from .outputs import engine_answers
+
+        return sum(map(len, engine_answers(result)))

@@ -24,7 +24,7 @@ def export(
 
     Args:
         plan: a file written by `replay tune` or `replay plan`, or a `Plan`.
-        to: the library: `diffusers`, `transformers`, `comfyui` or `xdit`.
+        to: the library: `diffusers`, `transformers`, `comfyui`, `xdit` or `vllm`.
         out: the file to write, such as `attention_plan.py`; `-` for stdout, None for no file.
         steps: number of denoising steps, 1 to 10,000, which only `xdit` needs.
 
@@ -53,6 +53,7 @@ def export(
         raise PlanError(f"invalid number of steps {steps} (must be 1-{MOST_STEPS:,})")
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
+    plan, target = target.adapt(plan, target)
     ranges, losses = assign(plan, target)
     text = target.text(plan, ranges, steps)
     exported = Exported(to, text, plan.saved_ms, losses, plan.device)

@@ -18,6 +18,7 @@ from replay.plan.plan import Plan
 EXAMPLES = """\
   replay export plan.json --to diffusers --out attention_plan.py
   replay export plan.json --to xdit --steps 50
+  replay export plan.json --to vllm --out arguments.json
 """
 
 

@@ -222,7 +222,7 @@ def own_kernel_of(rows: Sequence[Row]) -> str | None:
     """Return the kernel that stands for the model's own attention; None if there are several."""
     if all(row.call.road == "sdpa" for row in rows):  # also runs a backend that the model pinned
         return OWN
-    replayed = RowsByCall(rows, OWN)
+    replayed = RowsByCall(rows, OWN, stand_ins=True)
     names = {replayed.own(call.name) for call in replayed.timed()}
     return names.pop() if len(names) == 1 else None
 
@@ -336,7 +336,10 @@ def _checked(
         return checked
     try:
         clocked = _clocked(own, reference)
-        checked.prediction = predict(capture.census, rows, choose, OWN, *clocked, seed=seed)
+        stand_ins = reference is not None and reference.failure is None
+        checked.prediction = predict(
+            capture.census, rows, choose, OWN, *clocked, stand_ins=stand_ins, seed=seed
+        )
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
@@ -429,6 +432,7 @@ def _clocked(own: _Arm, reference: _Arm | None) -> tuple[Clocked, dict[str, Cloc
     host = {} if own.drained is None else own.drained.times.host
     run = Clocked(
         tuple(own_seconds.pop(RUN)),
+        tokens=own.runs[0].times.tokens.get(RUN),
         attention_seconds=attention.get(RUN),
         stand_in_seconds=longer.get(RUN, 0.0),
         swap_ratios=ratios.get(RUN, ()),

@@ -5,7 +5,9 @@ forward. A compiled module is timed outside its graph, because hooks would becom
 CUDA, a forward's time is the time between two events on its stream, including waits for the host.
 On a CPU it is wall time without the time that a thread waited for a processor
 (`replay.timing.thread_times`), which other programs took; the rest of the model and every kernel
-would lose a different share of it.
+would lose a different share of it. Only the thread that runs the forward counts, and the threads
+outside Python that may compute for it: an engine may run the model in a thread of its own, while
+the thread that called it waits for the results.
 
 A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
 forward also waits at its first attention call until the host has enqueued the remaining kernels, so
@@ -38,7 +40,7 @@ from replay.patch.wrapped_forward import (
     is_compiled_in_place,
     wrapped_outside,
 )
-from replay.timing.thread_times import ThreadTime, ThreadTimes, longest_wait_ns
+from replay.timing.thread_times import ThreadTime, ThreadTimes, waits_ns
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""
@@ -60,7 +62,8 @@ class RunTimes:
     forwards: dict[str, list[float]] = field(default_factory=dict)
     """Time of each forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that one forward reads (prefill) or generates (decode), over the batch."""
+    """Tokens that one forward reads (prefill) or generates (decode), over the batch; as `run`, the
+    tokens that an engine generates in the run."""
     attention: dict[str, float] = field(default_factory=dict)
     """Total time of all attention calls, by phase and `OUTSIDE`, if timed."""
     launch: dict[str, float] = field(default_factory=dict)
@@ -135,6 +138,7 @@ class Clock:
         """
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
+        waited_in: dict[int, float] = {}
         counts = dict.fromkeys(self._modules, 0)
         self._inside, self._calls = _Inside(), []
         self._drains = drains
@@ -145,6 +149,7 @@ class Clock:
                 inside.begun.append(inside.begun[-1]._replace(start=None))
                 return
             self._alive()
+            self._follow()
             phase = self._modules[module].phase(None, args, kwargs, counts[module]) or "encode"
             counts[module] += 1
             tokens = kwargs.get("input_ids")
@@ -162,7 +167,12 @@ class Clock:
             begun = inside.begun.pop()
             if begun.start is None:
                 return
-            marks.append((begun.phase, begun.start, self._now(), inside.waited))
+            now = self._now()
+            marks.append((begun.phase, begun.start, now, inside.waited))
+            if not self._on_gpu and not inside.begun:
+                thread = threading.get_ident()
+                waited = self._waited(begun.start, now)
+                waited_in[thread] = waited_in.get(thread, 0.0) + waited
             if drains:
                 host = time.perf_counter() - begun.host_start - inside.drained
                 times.host.setdefault(begun.phase, []).append(host)
@@ -191,13 +201,14 @@ class Clock:
                 hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             # Earlier work must not count as part of the run.
             self._synchronize()
-            self._threads.follow()
+            self._follow()
             start = self._moment()
             yield times
             self._synchronize()
             end = self._moment()
-        times.run = self._undisturbed(start, end)
-        times.waited = end.seconds - start.seconds - times.run
+        # A thread that ran the model may have ended. Its waits are those of its forwards, in turn.
+        times.waited = max(self._waited(start, end), *waited_in.values(), 0.0)
+        times.run = end.seconds - start.seconds - times.waited
         # Events are read after the run, because reading one earlier would wait for the GPU.
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
@@ -258,15 +269,25 @@ class Clock:
         """Return the seconds between two marks."""
         if self._on_gpu:
             return float(begin.elapsed_time(end) / 1000)
-        return self._undisturbed(begin, end)
+        return float(end.seconds - begin.seconds - self._waited(begin, end))
+
+    def _follow(self) -> None:
+        if not self._on_gpu:
+            self._threads.follow()
 
     def _moment(self) -> _Moment:
         return _Moment(time.perf_counter(), {} if self._on_gpu else self._threads.read())
 
     @staticmethod
-    def _undisturbed(begin: _Moment, end: _Moment) -> float:
+    def _waited(begin: _Moment, end: _Moment) -> float:
+        """Return the longest wait of a thread between two moments, in seconds.
+
+        A wait that is not shorter than the time between them began earlier, and its share of this
+        time is unknown. It does not count, so the remaining time is positive.
+        """
         wall = end.seconds - begin.seconds
-        return max(wall - longest_wait_ns(begin.threads, end.threads) / 1e9, 0.0)
+        waits = (each / 1e9 for each in waits_ns(begin.threads, end.threads))
+        return max((each for each in waits if each < wall), default=0.0)
 
     def _synchronize(self) -> None:
         if self._on_gpu:

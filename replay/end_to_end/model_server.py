@@ -20,6 +20,7 @@ from capture.models_package import import_models
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN
+from replay.end_to_end.predicted_times import RUN
 from replay.end_to_end.run_pace import BUILDING, COUNTING
 from replay.end_to_end.saved_outputs import keep
 from replay.kernels.failures import classify
@@ -95,6 +96,8 @@ def _run(runnable: Any, request: dict[str, Any], say: Say) -> None:
     with _swapped(request, runnable, around) as swap:
         with clock.running(waits, drains=drains) as times:
             result = runnable.run()
+        if new_tokens := runnable.new_tokens(result):
+            times.tokens[RUN] = new_tokens
         state = read_gpu_state(device)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
         if request["keep"] is not None:

@@ -101,6 +101,7 @@ def predict(
     run: Clocked,
     phases: Mapping[str, Clocked],
     *,
+    stand_ins: bool = False,
     seed: int = 0,
 ) -> Prediction:
     """Predict the model's time with a kernel, for each phase and for the full run.
@@ -118,13 +119,15 @@ def predict(
             did not choose a kernel itself (`CallFacts.pinned`).
         run: one full run with the model's own attention.
         phases: one forward of each measured phase with the model's own attention.
+        stand_ins: True if the baseline may stand for an engine's own function, because `run` and
+            `phases` have `stand_in_seconds` (`replay.plan.call_matching.RowsByCall`).
 
     Raises:
         CensusError: the census is empty.
         ValueError: the model's own attention has no time on one of the calls that the model made
             with a kernel of its choice, or on all calls; or a phase has no times.
     """
-    replayed = RowsByCall(rows, plain)
+    replayed = RowsByCall(rows, plain, stand_ins=stand_ins)
     if unknown := replayed.unknown_own:
         raise ValueError(unknown)
     calls = replayed.timed()

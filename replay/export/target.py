@@ -48,6 +48,8 @@ class Target:
     has_lengths: bool = False
     """True if the kernel can depend on the key length."""
     needs_number_of_steps: bool = False
+    adapt: Callable[[Plan, Target], tuple[Plan, Target]] = lambda plan, target: (plan, target)
+    """Function that writes a plan in the target's terms, and chooses its places for this plan."""
 
 
 def entries(places: KernelsAt, names: Mapping[str, str], indent: str) -> Iterator[str]:

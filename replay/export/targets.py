@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from replay.export import comfyui, diffusers, transformers, xdit
+from replay.export import comfyui, diffusers, transformers, vllm, xdit
 from replay.export.target import Target
 
 TARGETS: dict[str, Target] = {
-    each.TARGET.name: each.TARGET for each in (diffusers, transformers, comfyui, xdit)
+    each.TARGET.name: each.TARGET for each in (diffusers, transformers, comfyui, xdit, vllm)
 }

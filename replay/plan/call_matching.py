@@ -16,6 +16,9 @@ from replay.plan.key_lengths import REACH
 from replay.plan.step_ranges import StepRange
 from replay.rows.row import HERE, CallFacts, KernelId, Mask, Row
 
+PACKED = "packed sequences"
+"""Part of `CallFacts.beyond` of an engine's batches, whether their keys lie in pages or not."""
+
 
 class CensusError(Error):
     """Reason why a recording has no census; the message gives the remedy."""
@@ -97,10 +100,18 @@ class RowsByCall:
     Args:
         plain: kernel that runs plain SDPA. In a model that switched backends off, it runs the
             backend that the model chose (`CallFacts.pinned`), so it has that backend's rows.
+        stand_ins: let the baseline of an engine's batches stand for the engine's own function, if
+            that has no time. It may be much slower, so its time in the model must be known too.
     """
 
-    def __init__(self, rows: Iterable[Row], plain: str) -> None:
+    def __init__(self, rows: Iterable[Row], plain: str, *, stand_ins: bool = False) -> None:
         self.plain = plain
+        rows = list(rows)
+        self._stand_ins = {
+            row.call.name: row.speedup.vs
+            for row in rows
+            if stand_ins and row.speedup is not None and PACKED in row.call.beyond
+        }
         self._rows = {(row.call.name, row.id): _as_recorded(row) for row in rows if row.kernel}
         here_last = sorted(self._rows.values(), key=lambda row: row.environment == HERE)
         self._calls = {row.call.name: row.call for row in here_last}
@@ -113,7 +124,9 @@ class RowsByCall:
     def own(self, call: str) -> str:
         """Return the kernel that the model itself ran; `plain` if that kernel has no time here."""
         pinned = self._calls[call].pinned if call in self._calls else ""
-        return pinned if pinned and self._has_time(call, pinned) else self.plain
+        if pinned and self._has_time(call, pinned):
+            return pinned
+        return self._stand_ins.get(call, self.plain)
 
     def own_row(self, call: str, environment: str = HERE) -> Row | None:
         """Return the row of the kernel that the model itself ran."""
@@ -132,7 +145,7 @@ class RowsByCall:
         """Sentence about kernels that the model ran but that have no time here; empty if none."""
         reasons = {}
         for name, call in self._calls.items():
-            if call.pinned and not self._has_time(name, call.pinned):
+            if call.pinned and not self._has_time(name, call.pinned) | (name in self._stand_ins):
                 row = self._rows.get((name, KernelId(call.pinned)))
                 reasons[call.pinned] = "cannot run here" if row is None else row.reason
         missing = ", ".join(f"{kernel} ({reason})" for kernel, reason in reasons.items())

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from replay.timing.cores import core_siblings
-from replay.timing.thread_times import TASKS, ThreadTime, ThreadTimes, longest_wait_ns
+from replay.timing.thread_times import TASKS, ThreadTime, ThreadTimes, waits_ns
 
 SHARE = 0.9
 """Minimum share of a call's time in which no thread waits for a processor."""
@@ -49,7 +49,7 @@ class Interruptions:
     def interrupted(self, seconds: float) -> bool:
         """Return True if a thread waited during the call that just took this many seconds."""
         after, before = self._threads.read(), self._before
-        longest, total = longest_wait_ns(before, after), seconds * 1e9
+        longest, total = max(waits_ns(before, after), default=0), seconds * 1e9
         self._waited_ns += min(longest, total)
         self._total_ns += total
         if longest <= max(WAKING_NS, (1 - SHARE) * total):

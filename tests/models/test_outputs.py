@@ -113,6 +113,12 @@ def test_output_is_found_in_any_container() -> None:
     assert torch.equal(of_anything(tensor.numpy()).tensors["output"], tensor)
     assert of_anything(tensor.T).tensors["output"].is_contiguous()
     assert of_anything("no tensor").tensors == {}
+    first = [SimpleNamespace(token_ids=ids) for ids in ([5, 6, 7], (8,))]  # two answers, as vLLM's
+    second = SimpleNamespace(generated_tokens=[9, 6])  # as transformers'
+    engine = {"request": SimpleNamespace(outputs=first), "other": second}
+    assert of_anything(engine).tensors["sequences"].tolist() == [[5, 6, 7, 8, 9, 6]]
+    assert models.Runnable.new_tokens([*engine.values()]) == 6
+    assert models.Runnable.new_tokens(tensor) == models.Runnable.new_tokens([tensor, "text"]) == 0
     ids = torch.tensor([[1, 2], [3, 4]])
     assert of_anything(ids).kind == "language"
     assert torch.equal(of_anything(ids).tensors["sequences"], ids[:1])

@@ -118,7 +118,7 @@ class Pretended:
     def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> ModelRun:
         self.clock.now += seconds
         forward = seconds / 4 if busy is None else busy
-        times = RunTimes(seconds, {"denoise": [forward] * 4}, {}, {"denoise": attention})
+        times = RunTimes(seconds, {"denoise": [forward] * 4}, {RUN: 60}, {"denoise": attention})
         peak = None if self.busy is None else 5
         state = None if self.busy is None else GpuState(1500, 300.0, None, None)
         return ModelRun(times, 8, 3, {"takes no mask": 4}, 0, ["layers.9"], peak, state)
@@ -162,7 +162,7 @@ def test_runs_are_warm_interleaved_and_inspected_last() -> None:
     assert len(set(map(tuple, rounds))) > 1
     assert process.log[23:] == [f"({name})" for name in names]
     assert process.closed
-    assert own.measured[RUN].speedup is None
+    assert (own.measured[RUN].speedup, own.measured[RUN].tokens_per_second) == (None, 60)
     for each in (a, b):
         assert each.measured[RUN].ms.n == 6
         assert each.measured[RUN].ms.p50 == 500
@@ -175,6 +175,7 @@ def test_runs_are_warm_interleaved_and_inspected_last() -> None:
         # The prediction is 1 s − 12 · 40 ms.
         predicted = each.predicted(RUN)
         assert predicted.new_seconds.value == pytest.approx(0.52)
+        assert predicted.new_tokens_per_second.value == pytest.approx(60 / 0.52)
         assert each.prediction_error(RUN) == pytest.approx(1 / 0.52 / 2 - 1)
         assert each.attention_seconds == {RUN: 0.4, "denoise": 0.1}
         assert each.own_attention_seconds == {RUN: 0.6, "denoise": 0.15}

@@ -127,24 +127,42 @@ def test_attention_calls_belong_to_the_phase_they_are_made_in(let_pass: Pass) ->
     assert times.launch == {}  # on a CPU, the duration of the call itself
 
 
-def test_time_without_a_processor_does_not_count(let_pass: Pass, tmp_path: Path) -> None:
-    def waited(**threads: int) -> None:
-        for thread, ms in threads.items():
-            (tmp_path / thread[1:]).mkdir(exist_ok=True)
-            (tmp_path / thread[1:] / "schedstat").write_text(f"7 {ms * 1_000_000} 7\n")
+@pytest.mark.parametrize("in_own_thread", [False, True])
+def test_time_without_a_processor_does_not_count(
+    let_pass: Pass, tmp_path: Path, in_own_thread: bool
+) -> None:
+    caller, worker = threading.get_native_id(), 2**22 + 1  # no thread of Linux has this number
+
+    def waited(*threads: tuple[int, int]) -> None:
+        for thread, ms in threads:
+            (tmp_path / f"{thread}").mkdir(exist_ok=True)
+            (tmp_path / f"{thread}" / "schedstat").write_text(f"7 {ms * 1_000_000} 7\n")
 
     class Waiting(nn.Module):
         def forward(self, x: Tensor, timestep: int) -> Tensor:
             let_pass(0.05)
-            waited(t1=130, t2=10)
+            # The worker's last wait began long before this pass.
+            waited((threading.get_native_id(), 30 * (timestep + 1)), (worker, 1000 * timestep))
+            if in_own_thread:
+                waited((caller, 40))
             return x
 
-    waited(t1=100, t2=0)
+    def run() -> None:
+        waited((threading.get_native_id(), 0))
+        for step in range(2):
+            model(torch.zeros(1), timestep=step)
+
+    waited((caller, 0), (worker, 0))
     model = Waiting()
     with Clock({"": model}, CPU).running() as times:
-        model(torch.zeros(1), timestep=0)
-    assert times.forwards == {"denoise": pytest.approx([0.02])}
-    assert (times.run, times.waited) == pytest.approx((0.02, 0.03))
+        if in_own_thread:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+    assert times.forwards == {"denoise": pytest.approx([0.02, 0.02])}
+    assert (times.run, times.waited) == pytest.approx((0.04, 0.06))
 
 
 def test_drained_run_measures_the_host_without_its_waits(

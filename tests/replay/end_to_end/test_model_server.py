@@ -2,12 +2,15 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from models import Runnable
+from models.outputs import of_anything
 from replay.end_to_end import model_server
 from replay.patch.call_counts import CallCounts, Swap
 
@@ -35,3 +38,16 @@ def test_text_without_the_kernel_is_not_kept(
     assert "logits" in kept
     assert ("text_logits" in kept) == is_kept
     assert ("text_ids" in kept) == is_kept
+
+
+def test_tokens_of_an_engine_are_counted() -> None:
+    def run() -> list[SimpleNamespace]:
+        model(torch.ones(1, 4))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[3] * n)]) for n in (5, 2)]
+
+    model, said = nn.Linear(4, 4), dict[str, Any]()
+    runnable = Runnable("engine", {"": model}, run, of_anything, "", {})
+    absent = dict.fromkeys(("kernel", "plan", "keep", "waits"))
+    request = {"step": "run", "name": "own", "path": [], "drains": False, **absent}
+    model_server.step(runnable, request, lambda **message: said.update(message))
+    assert said["ran"]["times"]["tokens"] == {"run": 7}

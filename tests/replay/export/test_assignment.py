@@ -1,6 +1,8 @@
 """Kernels that an export assigns to the places of a target, and what it reports as lost."""
 
 import ast
+import importlib.util
+import json
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -61,6 +63,51 @@ def test_schedule_has_a_name_for_each_step() -> None:
     choices.append(choice("b", "torch-default", 0.0, steps=(0, 1)))
     assert schedule(*choices, steps=6) == names
     assert schedule(choice("a", "fa3", steps=(1, 9_999)), steps=2) == ["SDPA", "FLASH_3"]
+
+
+def layer(number: int, kernel: str, *of_choice: float, phase: str = "decode") -> LayerChoice:
+    """Return a choice whose time tells nothing about other layers."""
+    module, baseline_ms = f"model.layers.{number}.attn", 10.0 + number
+    return choice(module, kernel, *of_choice, phase=phase, baseline_ms=baseline_ms)
+
+
+FLASH_3 = {"attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3}}
+FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}}
+FP8 = "fa3-kvcache-fp8"
+
+
+@pytest.mark.parametrize(
+    ("choices", "arguments", "lost_ms"),
+    [
+        # Decode saves more than prefill, whose times with FlashInfer are unknown.
+        (
+            [layer(0, "flashinfer-decode", 5.0), layer(0, "fa3", 2.0, phase="prefill")],
+            FLASHINFER,
+            2,
+        ),
+        ([layer(0, "flashinfer-decode"), layer(1, "fa3-varlen", 2.0, phase="mixed")], FLASH_3, 1),
+        ([layer(0, "fa3-kvcache"), layer(0, "fa3", phase="prefill")], FLASH_3, 0),
+        ([layer(0, "triton-decode")], {}, 1),
+        ([layer(0, "fa3", phase="denoise")], {}, 1),
+        ([layer(0, FP8), layer(1, FP8)], {**FLASH_3, "kv_cache_dtype": "fp8"}, 0),
+        (
+            [layer(0, "fa3"), layer(1, FP8), layer(11, "flashinfer-paged")],
+            {**FLASH_3, "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "11"]},
+            1,
+        ),
+        # Only one phase of the layer has an FP8 cache, or another layer needs another backend.
+        ([layer(0, FP8), layer(0, "fa3", phase="prefill")], FLASH_3, 1),
+        ([layer(0, FP8), layer(1, "flashinfer-paged", 4.0)], FLASHINFER, 1),
+        # vLLM cannot name a layer with two numbers.
+        ([layer(0, FP8), choice("blocks.0.1", "fa3", phase="encode")], FLASH_3, 1),
+    ],
+)
+def test_vllm_has_one_backend_and_a_cache_for_each_layer(
+    choices: list[LayerChoice], arguments: dict[str, object], lost_ms: float
+) -> None:
+    exported = export(plan_of(*choices), "vllm")
+    assert json.loads(exported.text) == arguments
+    assert sum(loss.lost_ms for loss in exported.losses) == lost_ms
 
 
 def test_losses_have_their_cost_in_speed_and_error() -> None:
@@ -129,6 +176,14 @@ def test_kernels_of_a_target_exist(to: str) -> None:
     if to == "transformers":
         backends = [name.removeprefix("sdpa_") for name in names if name.startswith("sdpa_")]
         assert {name.upper() for name in backends} <= SDPBackend.__members__.keys()
+    if to == "vllm":
+        vllm = importlib.util.find_spec("vllm")  # an import would take seconds
+        if vllm is None:
+            pytest.skip("needs vLLM's files")
+        (folder,) = vllm.submodule_search_locations or ()
+        registry = ast.parse(Path(folder, "v1/attention/backends/registry.py").read_text("utf-8"))
+        members = {each.id for each in ast.walk(registry) if isinstance(each, ast.Name)}
+        assert {name.partition(" ")[0] for name in names} <= members
 
 
 def test_blocks_of_comfyui_are_found_in_paths_of_diffusers_and_comfyui() -> None:
@@ -155,7 +210,7 @@ def test_blocks_of_comfyui_are_found_in_paths_of_diffusers_and_comfyui() -> None
         (("xdit", "--steps", "10001"), "invalid number of steps 10001 (must be 1-10,000)"),
         (("diffusers", "--steps", "5"), "does not depend on the number of steps"),
         (("xdit", "--steps", "0"), "--steps: must be an integer of at least 1"),
-        (("vllm",), "invalid choice: 'vllm'"),
+        (("sglang",), "invalid choice: 'sglang'"),
     ],
 )
 def test_command_exports(
@@ -178,5 +233,5 @@ def test_command_exports(
     code, printed, errors = command(*given, "xdit", "--steps", "2")
     assert (code, printed) == (0, "FLASH_3,FLASH_3\n")
     assert errors.startswith(summary)
-    with pytest.raises(PlanError, match="unknown target 'vllm': choose from diffusers, transf"):
-        export(path, "vllm")
+    with pytest.raises(PlanError, match="unknown target 'sglang': choose from diffusers, transf"):
+        export(path, "sglang")

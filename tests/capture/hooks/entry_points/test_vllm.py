@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from capture.hooks.batch_counts import BatchCounts
 from capture.storage.dataset import Dataset
 from replay import use_kernel
 from replay.accuracy.reference import attention
+from replay.api.replay_calls import replay
+from replay.end_to_end.model_check import own_kernel_of
+from replay.end_to_end.model_process import OWN
+from replay.end_to_end.predicted_times import Calls, Clocked
+from replay.end_to_end.prediction import everywhere, predict
+from replay.rows.row import KernelId
 from tests.capture.hooks.entry_points import vllm_stand_in
 from tests.capture.hooks.entry_points.vllm_stand_in import (
     SLOTS,
@@ -228,11 +235,33 @@ def test_profiling_and_making_a_graph_are_not_calls(
     assert recording.seen == 0
 
 
-def test_a_kernel_answers_in_the_engine(tmp_path: Path) -> None:
-    model, common = Model(), batch(CHUNK, (True, False, False))
-    expected = model(common)
+def test_a_kernel_answers_in_the_engine_and_is_predicted(tmp_path: Path) -> None:
+    model, prefilling = Model(), (True, True, True)
+    batches = [
+        batch(LENGTHS, prefilling),
+        batch((9, 3, 1), prefilling),
+        batch(CHUNK, (True, False, False)),
+        *[batch((1, 1, 1), (False, False, False))] * 2,
+    ]
+    with record(model, tmp_path / "calls"):
+        expected = [model(common) for common in batches]
     with use_kernel("eager", model) as swap:
-        output = model(common)
-    assert swap.hits == 1
-    assert torch.allclose(output, expected, atol=1e-5)
-    assert not torch.equal(output, expected)
+        outputs = [model(common) for common in batches]
+    assert (swap.hits, swap.fallbacks) == (5, {})
+    for output, own in zip(outputs, expected, strict=True):
+        assert torch.allclose(output, own, atol=1e-5)
+        assert not torch.equal(output, own)
+    (recorded,) = Dataset.open(tmp_path / "calls").captures
+    kernels = ["torch-masked", "eager"]
+    rows = replay(str(tmp_path / "calls"), kernels=kernels, rounds=3, workers=False, progress=False)
+    assert own_kernel_of(rows) == "torch-masked"  # in place of vLLM's function
+    times = Clocked((9.0,)), {"mixed": Clocked((9.0,)), "decode": Clocked((9.0,), 2)}
+    prediction = partial(predict, recorded.census, rows, everywhere(KernelId("eager")), OWN, *times)
+    with pytest.raises(ValueError, match="was not timed here: vllm-flash_attn"):
+        prediction()
+    found = prediction(stand_ins=True)
+    assert (found.run.calls, found.run.reason) == (Calls(swapped=5), "")
+    assert {phase: each.calls.swapped for phase, each in found.phases.items()} == {
+        "mixed": 1,
+        "decode": 2,
+    }
