@@ -110,6 +110,8 @@ CALLS = {name: random_call(**fields) for name, fields in _FIELDS.items()} | {
     "scaled": in_float8(random_call(q_heads=4, kv_heads=2), "key"),
     "scaled, paged": in_float8(paged_call([9, 0, 5], 4, q_heads=4, kv_heads=2), "key", "value"),
 }
+_KEY = CALLS["paged"].key.to(torch.float8_e4m3fn)
+CALLS["scaled value, paged"] = replace(CALLS["scaled, paged"], key=_KEY, key_scale=None)
 
 
 def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:

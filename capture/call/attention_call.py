@@ -238,11 +238,11 @@ class AttentionCall:
         return replace(self, key=key, value=value, page_table=None, cu_seqlens_k=starts_k)
 
     def without_scales(self) -> AttentionCall:
-        """Return the same call with true values, in float32 where a tensor has a scale."""
+        """Return the same call with true values, in float32 where they are in 8 bits."""
         changed: dict[str, Any] = dict.fromkeys(SCALES.values())
         for name, scale in SCALES.items():
-            if (factors := getattr(self, scale)) is not None:
-                changed[name] = true_values(getattr(self, name), factors, torch.float32)
+            if (stored := getattr(self, name)).dtype.itemsize == 1:
+                changed[name] = true_values(stored, getattr(self, scale), torch.float32)
         return replace(self, **changed)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
-from capture.engines.requests import Request, read_prompts, read_trace
+from capture.engines.requests import RandomPrompt, Request, read_prompts, read_trace
+from capture.errors import described
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,10 +55,15 @@ def load(
         options: other arguments of `vllm.LLM` as text: JSON, or else a string.
 
     Raises:
-        EngineError: vLLM is not installed, or runs the model in other processes.
+        EngineError: vLLM is not installed, refuses an argument or a request's length, or runs the
+            model in other processes.
         RequestsError: the file of requests cannot be used.
     """
-    requests = None if prompts is None else read_prompts(Path(prompts))
+    if prompts is None:
+        assert trace is not None
+        requests = read_trace(Path(trace))
+    else:
+        requests = read_prompts(Path(prompts))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         from vllm import LLM, SamplingParams
@@ -69,8 +75,12 @@ def load(
             "environment"
         ) from error
     given = {name: _value(text) for name, text in options.items()}
-    has_text = any(isinstance(each.prompt, str) for each in requests or ())
-    engine = LLM(model=model, **_defaults(given, seed, dtype, has_text))
+    has_text = any(isinstance(each.prompt, str) for each in requests)
+    try:
+        engine = LLM(model=model, **_defaults(given, seed, dtype, has_text))
+    except (TypeError, ValueError) as error:  # such as an unknown argument
+        reason = " ".join(described(error).split())
+        raise EngineError(f"vLLM does not start with this --model and --set: {reason}") from error
     executor = engine.llm_engine.model_executor
     worker = getattr(executor, "driver_worker", None)
     if worker is None:
@@ -78,21 +88,29 @@ def load(
             "vLLM runs the model in other processes: to record these, leave out --engine and "
             "start vLLM with ATTENTION_REPLAY_RECORD=DIR in its environment"
         )
-    if requests is None:
-        assert trace is not None
-        requests = read_trace(Path(trace), engine.llm_engine.model_config.get_vocab_size(), seed)
+    config = engine.llm_engine.model_config
+    _check_lengths(requests, config.max_model_len)
 
-    def sampling(request: Request) -> Any:
-        return SamplingParams(
+    def add(number: int, request: Request) -> None:
+        prompt: Any = request.prompt
+        if isinstance(prompt, RandomPrompt):
+            prompt = prompt.tokens(config.get_vocab_size(), seed)
+        sampling = SamplingParams(
             temperature=0,
             max_tokens=request.max_tokens,
             ignore_eos=request.ignores_end,
             detokenize=False,
         )
+        if not isinstance(prompt, str):
+            prompt = {"prompt_token_ids": list(prompt)}
+        try:
+            engine.llm_engine.add_request(str(number), prompt, sampling)
+        except ValueError as error:  # such as a text that is too long
+            raise EngineError(f"vLLM refuses request {number + 1}: {error}") from error
 
     return EngineRun(
         roots={"": worker.get_model()},
-        run=lambda: _answer(engine.llm_engine, requests, sampling),
+        run=lambda: _answer(engine.llm_engine, requests, add),
         weights=model,
         settings={"engine": "vllm", "options": {"model": model, **given}},
         extent={},
@@ -123,18 +141,33 @@ def _value(text: str) -> Any:
         return text
 
 
-def _answer(engine: Any, requests: Sequence[Request], sampling: Callable[[Request], Any]) -> None:
-    """Give the engine each request at its arrival, and run it until all are answered."""
+def _check_lengths(requests: Sequence[Request], most: int) -> None:
+    """Check that the model's context has room for each prompt of known length and a new token."""
+    lengths = [
+        each.prompt.length if isinstance(each.prompt, RandomPrompt) else len(each.prompt)
+        for each in requests
+        if not isinstance(each.prompt, str)
+    ]
+    long = [length for length in lengths if length >= most]
+    if long:
+        raise EngineError(
+            f"{len(long)} of {len(requests)} requests do not fit into vLLM's max_model_len of "
+            f"{most} tokens (longest prompt: {max(long)}): leave them out, or add "
+            f"--set max_model_len=N if the model allows it"
+        )
+
+
+def _answer(engine: Any, requests: Sequence[Request], add: Callable[[int, Request], None]) -> None:
+    """Give the engine each request at its arrival, and run it until all are answered.
+
+    Time in which the engine has no request is skipped: it changes no batch.
+    """
     began, waiting = time.monotonic(), list(enumerate(requests))[::-1]
     while waiting or engine.has_unfinished_requests():
         now = time.monotonic() - began
+        if waiting and not engine.has_unfinished_requests():
+            now = max(waiting[-1][1].arrival, now)
+            began = time.monotonic() - now
         while waiting and waiting[-1][1].arrival <= now:
-            number, request = waiting.pop()
-            prompt: Any = request.prompt
-            if not isinstance(prompt, str):
-                prompt = {"prompt_token_ids": list(prompt)}
-            engine.add_request(str(number), prompt, sampling(request))
-        if engine.has_unfinished_requests():
-            engine.step()
-        elif waiting:
-            time.sleep(waiting[-1][1].arrival - now)
+            add(*waiting.pop())
+        engine.step()

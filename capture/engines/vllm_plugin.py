@@ -16,7 +16,7 @@ import functools
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attention_replay.errors import Error
 from capture.command_line.parser import OneSentenceParser
@@ -53,19 +53,27 @@ def register() -> None:
         follow_steps(WorkerWrapperBase, arguments)
 
 
+class _OptionsParser(OneSentenceParser):
+    """Parser of the variable, whose errors become the server's warning."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Error(f"{OPTIONS}: {message}")
+
+
 def read_options(directory: str, options: str) -> argparse.Namespace:
     """Return the options of a server's recording.
 
     Raises:
         Error: the options are invalid, or would keep calls in memory until the end.
     """
-    parser = OneSentenceParser(prog=OPTIONS, add_help=False)
+    parser = _OptionsParser(add_help=False)
     add_storage_options(parser)
     parser.set_defaults(**DEFAULTS)
     try:
-        arguments = parser.parse_args([*shlex.split(options), "--out", directory])
-    except SystemExit:  # the parser has printed the reason
-        raise Error(f"{OPTIONS} is invalid, so nothing is recorded") from None
+        given = shlex.split(options)
+    except ValueError as error:
+        raise Error(f"{OPTIONS}: {error} in {options!r}") from None
+    arguments = parser.parse_args([*given, "--out", directory])
     if arguments.sample != "first" and not arguments.sample.startswith("every:"):
         raise Error(f"{OPTIONS}: a server needs --sample first or every:N, not {arguments.sample}")
     if not isinstance(arguments.max, int):

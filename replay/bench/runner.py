@@ -54,14 +54,15 @@ BEYOND_SDPA = ("torch-masked", "eager")
 """Kernels that models call for features that SDPA has no argument for."""
 
 ENGINES = {
+    "transformers.sdpa": ("torch-masked",),
     "vllm-flash_attn": ("fa3-kvcache",),
     "vllm-flash_attn_mla": ("fa3-mla",),
     "vllm-flashinfer": ("flashinfer-decode", "flashinfer-paged"),
     "vllm-flashinfer_mla": ("flashinfer-mla",),
     "vllm-flashmla": ("flash-mla",),
 }
-"""Kernels of the same library for each backend of an engine; the first that takes a call represents
-the backend."""
+"""Kernels of the same library for each backend of an engine, and PyTorch's SDPA for batches that
+transformers passes to it with a mask; the first that takes a call represents the backend."""
 
 IN_PROCESS = f"{UNCONFIRMED}: without a worker, your kernel could change its time and verdict"
 """Flag of a user's kernel that ran without a worker process."""

@@ -108,7 +108,11 @@ def cells_of(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> l
     replayed = RowsByCall(rows, baseline)
     timed = replayed.timed()
     if not timed:
-        raise PlanError(f"no replayed call has a baseline time: add {baseline} to --kernels")
+        own = ", ".join(sorted({row.call.pinned or baseline for row in rows} or {baseline}))
+        raise PlanError(
+            f"a plan needs the time of the model's own attention, and {own} was not timed: add it "
+            f"to --kernels if it is a kernel, or compare kernels in the model with `replay verify`"
+        )
     ((model, weights),) = models
     captured: dict[tuple[str, str], dict[str, CallFacts]] = {}
     for row in rows:

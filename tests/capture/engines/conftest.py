@@ -4,12 +4,10 @@ import sys
 
 import pytest
 
-from tests.capture.engines import engine_stand_in
-from tests.capture.hooks.entry_points import vllm_stand_in
+from tests.capture.engines.engine_stand_in import MODULES
 
 
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backend", vllm_stand_in)
-    for name in ("vllm", "vllm.distributed", "vllm.v1.worker.worker_base"):
-        monkeypatch.setitem(sys.modules, name, engine_stand_in)
+    for name, module in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.capture.hooks.entry_points import vllm_stand_in
 from tests.capture.hooks.entry_points.vllm_stand_in import (
     SLOTS,
     Builder,
-    CommonAttentionMetadata,
     FirstBackend,
     Impl,
     Layer,
+    batch_of,
 )
 from tests.factories import normal
 
-HEADS, KV_HEADS, WIDTH, BLOCKS, STEP_TOKENS, VOCABULARY = 4, 2, 16, 4, 24, 100
+HEADS, KV_HEADS, WIDTH, BLOCKS, STEP_TOKENS, VOCABULARY, CONTEXT = 4, 2, 16, 4, 24, 100, 64
 """BLOCKS: blocks of the cache for each request; STEP_TOKENS: prompt tokens that a step reads."""
 
 SamplingParams = SimpleNamespace
 ranks = [0]
+MODULES = {
+    "vllm.v1.attention.backend": vllm_stand_in,
+    **dict.fromkeys(
+        ("vllm", "vllm.distributed", "vllm.v1.worker.worker_base"), sys.modules[__name__]
+    ),
+}
+"""Modules that stand for vLLM's."""
 
 
 def get_tp_group() -> Any:
@@ -73,29 +82,19 @@ class Worker:
         return self.model
 
     def execute_model(self, step: list[tuple[Running, int]]) -> list[int]:
-        queries = torch.tensor([0, *(tokens for _, tokens in step)]).cumsum(0).int()
-        lengths = torch.tensor([each.read + tokens for each, tokens in step]).int()
+        queries = [tokens for _, tokens in step]
+        lengths = [each.read + tokens for each, tokens in step]
+        prefilling = [each.read < len(each.prompt) for each, _ in step]
         rows = torch.tensor([each.row for each, _ in step])
-        prefilling = torch.tensor([each.read < len(each.prompt) for each, _ in step])
-        common = CommonAttentionMetadata(
-            queries,
-            queries,
-            lengths,
-            len(step),
-            int(queries[-1]),
-            int(queries.diff().max()),
-            int(lengths.max()),
-            (rows[:, None] * BLOCKS + torch.arange(BLOCKS)).int(),
-            is_prefilling=prefilling,
-            seq_lens_cpu_upper_bound=lengths,
-        )
+        table = rows[:, None] * BLOCKS + torch.arange(BLOCKS)
+        common = batch_of(queries, lengths, table, prefilling)
         metadata = self.builder.build(0, common)
-        if self.whole_graphs and not bool(prefilling.any()):
+        if self.whole_graphs and not any(prefilling):
             return [0] * len(step)
-        states = normal(common.num_actual_tokens, HEADS, WIDTH, seed=int(lengths.sum()))
+        states = normal(common.num_actual_tokens, HEADS, WIDTH, seed=sum(lengths))
         with torch.no_grad():
             output = self.model(states, metadata)
-        last = output[queries[1:].long() - 1].flatten(1).double().sum(1)
+        last = output[common.query_start_loc[1:].long() - 1].flatten(1).double().sum(1)
         return (last.abs() * 1000).long().remainder(VOCABULARY).tolist()
 
 
@@ -117,7 +116,9 @@ class Engine:
 
     def __init__(self, worker: WorkerWrapperBase) -> None:
         self.model_executor = SimpleNamespace(driver_worker=worker)
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+        self.model_config = SimpleNamespace(
+            get_vocab_size=lambda: VOCABULARY, max_model_len=CONTEXT
+        )
         self.requests: list[Running] = []
         self.tokens: list[list[int]] = []
         """Tokens of each request."""
@@ -126,6 +127,8 @@ class Engine:
 
     def add_request(self, name: str, prompt: Any, sampling: Any) -> None:
         tokens = [0] * 5 if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        if max(tokens) >= VOCABULARY:
+            raise ValueError(f"token id {max(tokens)} is out of vocabulary")
         self.tokens.append([])
         self.requests.append(Running(len(self.tokens) - 1, tokens, sampling.max_tokens))
 

@@ -235,10 +235,10 @@ def test_a_plan_names_the_device_of_its_timed_rows() -> None:
 
 def test_rows_that_make_no_plan() -> None:
     rows = [row("old", CALL, 10.0), row("new", CALL, 5.0)]
-    with pytest.raises(PlanError, match="add old to --kernels"):
-        choose(rows[1:], ONE_LAYER, COSINE, "old")
-    with pytest.raises(PlanError, match="add old to --kernels"):
-        choose([], ONE_LAYER, COSINE, "old")
+    pinned = row("new", replace(CALL, pinned="vllm-flash_attn"), 5.0)
+    for few, own in ((rows[1:], "old"), ([], "old"), ([pinned], "vllm-flash_attn")):
+        with pytest.raises(PlanError, match=f"own attention, and {own} was not timed: add it to"):
+            choose(few, ONE_LAYER, COSINE, "old")
     random = row("old", replace(CALL, name="a-random", weights="none"), 10.0)
     with pytest.raises(PlanError, match=r"model \(random\), model \(none\)"):
         choose([*rows, random], ONE_LAYER, COSINE, "old")

@@ -32,6 +32,7 @@ from tests.capture.hooks.entry_points.vllm_stand_in import (
     Layer,
     MLAAttention,
     SecondBackend,
+    batch_of,
 )
 from tests.factories import normal
 
@@ -50,21 +51,8 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batch(queries: tuple[int, ...], prefilling: tuple[bool, ...] | None) -> CommonAttentionMetadata:
     """Return a batch of three requests whose blocks lie anywhere in the cache."""
-    starts = torch.tensor([0, *queries]).cumsum(0).int()
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0))[:12]
-    return CommonAttentionMetadata(
-        starts,
-        starts,
-        lengths,
-        len(queries),
-        sum(queries),
-        max(queries),
-        max(LENGTHS),
-        table.view(3, 4).int(),
-        is_prefilling=None if prefilling is None else torch.tensor(prefilling),
-        seq_lens_cpu_upper_bound=lengths,
-    )
+    return batch_of(queries, LENGTHS, table.view(3, 4), prefilling)
 
 
 class Model(nn.Module):
@@ -87,6 +75,19 @@ class Model(nn.Module):
         return self.attn(query, new, new, metadata)[:tokens]
 
 
+def recorded(model: Model, common: CommonAttentionMetadata, out: Path) -> Any:
+    """Return the call and the output of a batch; check that the recording has this output."""
+    with record(model, out) as recording:
+        output = model(common)
+    assert recording.problems == []
+    (call,) = load(out)
+    assert call.origin.module == "model.layers.0.attn"
+    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
+    rtol = 1e-5 if call.query_scale is None else 8e-3
+    assert torch.allclose(attention(call), call.output.double(), rtol=rtol, atol=1e-5)
+    return call, output
+
+
 CHUNK = (9, 7, 1)
 OPTIONS = [{}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"soft_cap": 5.0}]
 
@@ -99,17 +100,10 @@ def test_a_batch_is_recorded_from_its_pages(
 ) -> None:
     model = Model(backend, **options)
     model.attn.sliding_window = window
-    with record(model, tmp_path / "calls") as recording:
-        output = model(batch(CHUNK, (True, False, False)))
-    assert recording.problems == []
-    (call,) = load(tmp_path / "calls")
+    call, _ = recorded(model, batch(CHUNK, (True, False, False)), tmp_path / "calls")
     assert call.origin.entry_point == "vllm"
-    assert call.origin.module == "model.layers.0.attn"
     assert call.origin.backend == f"vllm-{backend.get_name().lower()}"
     assert call.key.shape[1:] == (KV_HEADS, SLOTS, WIDTH)
-    assert call.output is not None
-    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
-    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +124,10 @@ def test_an_fp8_cache_is_recorded_with_its_scales(
     layer.kv_cache = (layer.kv_cache / 0.05).to(stored).view(torch.uint8)
     if query_scale is not None:
         layer._q_scale, layer.query_dtype = query_scale, stored
-    with record(model, tmp_path / "calls") as recording:
-        output = model(batch(CHUNK, (True, False, False)))
-    assert recording.problems == []
-    (call,) = load(tmp_path / "calls")
+    call, output = recorded(model, batch(CHUNK, (True, False, False)), tmp_path / "calls")
     assert call.key.dtype == call.value.dtype == stored
     assert call.query.dtype == (torch.float32 if query_scale is None else stored)
     assert call.key_scale.tolist() == key_scale.expand(KV_HEADS).tolist()
-    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
-    assert torch.allclose(attention(call), call.output.double(), rtol=8e-3, atol=1e-5)
     with use_kernel("eager", model) as swap:
         assert torch.allclose(model(batch(CHUNK, (True, False, False))), output, 2e-2, 2e-3)
     assert swap.hits == 1
@@ -152,15 +141,10 @@ def test_latent_attention_is_recorded_from_its_pages(is_fp8: bool, tmp_path: Pat
     if is_fp8:
         layer.kv_cache_dtype, layer._k_scale = "fp8", torch.tensor(0.02)
         layer.kv_cache = (cache / 0.02).to(torch.float8_e4m3fn).view(torch.uint8)
-    with record(model, tmp_path / "calls") as recording:
-        output = model(batch((1, 1, 1), (False, False, False)))
-    assert recording.problems == []
-    (call,) = load(tmp_path / "calls")
-    assert (call.origin.module, call.origin.phase) == ("model.layers.0.attn", "decode")
+    call, _ = recorded(model, batch((1, 1, 1), (False, False, False)), tmp_path / "calls")
+    assert call.origin.phase == "decode"
     assert call.value_is_in_key
     assert ("scaled" in call.features) == is_fp8
-    assert torch.equal(call.output[0].transpose(0, 1).flatten(1), output)
-    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +161,7 @@ def test_latent_attention_is_recorded_from_its_pages(is_fp8: bool, tmp_path: Pat
 def test_the_phase_is_that_of_the_requests(
     queries: tuple[int, ...], prefilling: tuple[bool, ...] | None, phase: str, tmp_path: Path
 ) -> None:
-    model = Model()
-    with record(model, tmp_path / "calls"):
-        model(batch(queries, prefilling))
-    (call,) = load(tmp_path / "calls")
+    call, _ = recorded(Model(), batch(queries, prefilling), tmp_path / "calls")
     assert call.origin.phase == phase
 
 

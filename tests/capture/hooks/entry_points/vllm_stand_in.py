@@ -5,6 +5,7 @@ Two layouts of caches, and a builder that, like vLLM's, returns metadata without
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,20 @@ class CommonAttentionMetadata:
     seq_lens_cpu_upper_bound: Tensor | None = None
 
 
+def batch_of(
+    queries: Sequence[int], lengths: Sequence[int], table: Tensor, prefilling: Sequence[bool] | None
+) -> CommonAttentionMetadata:
+    """Return a batch from the numbers of each request, and its rows of the block table."""
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    after = torch.tensor(lengths).int()
+    return CommonAttentionMetadata(
+        *(starts, starts, after, len(queries), sum(queries), max(queries), max(lengths)),
+        table.int(),
+        is_prefilling=None if prefilling is None else torch.tensor(prefilling),
+        seq_lens_cpu_upper_bound=after,
+    )
+
+
 @dataclass
 class Metadata:
     """Metadata of a backend."""
@@ -65,10 +80,8 @@ class FirstBackend:
         return "FLASH_ATTN"
 
     @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
+    def get_kv_cache_shape(num_blocks: int, *others: int) -> tuple[int, ...]:
+        return (2, num_blocks, *others)
 
 
 class SecondBackend(FirstBackend):
@@ -79,10 +92,8 @@ class SecondBackend(FirstBackend):
         return "TRITON_ATTN"
 
     @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+    def get_kv_cache_shape(num_blocks: int, *others: int) -> tuple[int, ...]:
+        return (num_blocks, 2, *others)
 
 
 class Impl(AttentionImpl):
