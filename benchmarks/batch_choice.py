@@ -47,7 +47,7 @@ BY_SEQUENCE, ROOFLINE = "sdpa-by-sequence", "roofline"
 MOST, SAMPLES, CHUNK = 40, 7, 8192
 """Numbers of chosen batches, of samples of a time, and of tokens of the engine's largest step."""
 LONG_MS = 20.0
-"""Sum of a call's samples on a CPU after which there are no more."""
+"""Time limit for the samples of one call on a CPU."""
 CACHE_BYTES, WAIT_CYCLES = 2**28, 2_000_000
 
 

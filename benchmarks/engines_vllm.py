@@ -338,7 +338,7 @@ def judged(out: Path) -> dict[str, Any]:
 
 
 def start(case: Case, directory: Path, seconds: float) -> dict[str, Any]:
-    """Run one case in a process of its own; return its result, or why there is none."""
+    """Run one case in a process of its own; return its result, or the reason for its failure."""
     log = directory / f"{case.name}.log"
     command = [sys.executable, "-m", "benchmarks.engines_vllm", "--run", case.name]
     with log.open("w") as file:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from capture.call.batch import BatchSize
 from capture.call.shape import Shape
+from capture.hooks.batch_phase import CACHING
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Summary
 from replay.rows.meaning import Column, Meaning, digits, few
 
@@ -19,9 +20,6 @@ DEFAULT_BASELINE = "torch-default"
 
 HERE = "this"
 """Name of the Python environment of the parent process."""
-
-CACHING = ("prefill", "extend", "decode", "mixed")
-"""Phases of a language model that keeps keys and values in a cache."""
 
 Status = Literal[
     "ok",

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from capture.storage.call_file import FileEntry
 from replay.rows.row import Row
@@ -37,18 +38,15 @@ def with_nearest(rows: Sequence[Row], entries: Sequence[FileEntry]) -> list[Row]
     rows_of: dict[str, list[Row]] = {}
     for row in rows:
         rows_of.setdefault(row.call.name, []).append(row)
+    compared: dict[object, list[FileEntry]] = {}
+    for entry in entries:
+        if entry.path.stem in rows_of:
+            compared.setdefault(_form(entry), []).append(entry)
     places = _Places.of(entries)
     found = list(rows)
     for entry in entries:
-        if entry.path.stem in rows_of:
-            continue
-        alike = [
-            other
-            for other in entries
-            if other.path.stem in rows_of and _form(other) == _form(entry)
-        ]
-        if alike:
-            nearest = min(alike, key=lambda other: places.distance(entry, other))
+        if entry.path.stem not in rows_of and (alike := compared.get(_form(entry))):
+            nearest = min(alike, key=partial(places.distance, entry))
             found += (_moved(row, entry) for row in rows_of[nearest.path.stem])
     return found
 
