@@ -36,6 +36,9 @@ from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.rounds import Turns, alone
 from replay.timing.timer import first_call
 
+BYTES_TO_GO_ON = 2**26
+"""Free memory that a worker needs to go on after a kernel ran out of memory."""
+
 LONGEST_FILE_NAME = 200
 """Maximum number of characters of a kernel's file name; file systems allow 255 bytes."""
 
@@ -311,6 +314,7 @@ class Checker:
         gc.collect()
         try:
             self._inputs.poison(self._call)
+            torch.empty(BYTES_TO_GO_ON, dtype=torch.uint8)
         except (RuntimeError, MemoryError):
             return False
         return True

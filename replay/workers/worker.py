@@ -66,6 +66,9 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
         except ContextLost as error:
             say(lost=str(error), status=error.status)
             continue
+        except MemoryError:  # a kernel took so much that its error could not be handled
+            say(lost="it left no memory to go on", status="out-of-memory")
+            continue
         except Exception as error:  # a full disk or our own bug, not a kernel's fault
             failed = str(error) if isinstance(error, Error) else classify(error)[1]
             say(failed=failed, traceback=traceback.format_exc())
