@@ -12,6 +12,7 @@ A folder imports only from the folders listed below it:
     flash_arguments.py  checks and translation of their arguments
     flash_operators.py  PyTorch operators for packed sequences and key/value caches
     operators.py        PyTorch operator and function `attention`
+    gradients.py        PyTorch operators for gradients
     dispatch.py         choice of a kernel for a call
     sparse/             decode that reads only chosen tokens
     decode/             a few queries over a cache: in one piece, in pages, in 8 bits; batches

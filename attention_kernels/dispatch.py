@@ -123,12 +123,7 @@ def _kernel_for(
         if is_fast or query.shape[3] > LARGEST_HEAD_DIM:
             return DecodeOfShape(**given)
     # The order in which a tile visits scanned blocks depends on the tile's other queries.
-    is_scanned = (
-        query.shape[2] * key.shape[2] >= WORTH_LOOKING
-        and options.window == (None, None)
-        and not options.invariant
-    )
-    if attn_mask is not None and is_scanned:
+    if attn_mask is not None and is_scanned(query, key, options) and not options.invariant:
         return functools.partial(_masked, **given)
     if has_gluon_kernels(query.device):
         # Gluon is imported only on a GPU that supports it.
@@ -137,6 +132,12 @@ def _kernel_for(
         if takes(query, value, scale):
             return functools.partial(hopper_prefill, **given)
     return functools.partial(prefill, **given)
+
+
+def is_scanned(query: Tensor, key: Tensor, options: AttentionOptions) -> bool:
+    """Return whether a call's mask is worth a scan, and alone determines what a query sees."""
+    is_long = query.shape[2] * key.shape[2] >= WORTH_LOOKING
+    return is_long and options.window == (None, None)
 
 
 def _masked(

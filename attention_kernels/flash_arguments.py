@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from attention_kernels.decode.kv_cache import FP8
 from attention_kernels.launch.shape_checks import check_integers, check_types
 
 NOT_COMPUTED = {
@@ -123,7 +123,7 @@ def descales_of(
     """Return the scales of an FP8 cache; None for a cache in 16 bits, which has none even if the
     caller passes some."""
     check_types({}, k_descale=k_descale, v_descale=v_descale)
-    return (k_descale, v_descale) if keys.dtype == torch.float8_e4m3fn else (None, None)
+    return (k_descale, v_descale) if keys.dtype in FP8 else (None, None)
 
 
 def batch_of(cu_seqlens: Tensor) -> int:

@@ -5,6 +5,10 @@ taken by keyword. Causal masks and windows are aligned bottom right: with Sq que
 the diagonal key of query i is key i + Sk - Sq. A query that sees no key gets zeros and a
 log-sum-exp of -inf (FlashAttention 2 gives +inf).
 
+`flash_attn_func` and `flash_attn_varlen_func` are differentiable, except over pages. Gradients of
+packed sequences always have the same bits; those of a batch, with `deterministic`. The log-sum-exp
+has a gradient too.
+
 Arguments that only affect speed have no effect. Calls are checked before anything runs, from
 shapes and types alone: the values of lengths, offsets and page tables are not read, because that
 would wait for the GPU.
@@ -39,8 +43,9 @@ from attention_kernels.flash_operators import (
     kvcache,
     varlen,
 )
+from attention_kernels.gradients import check_gradients, needs_gradients, refuse_gradients
 from attention_kernels.launch.shape_checks import check_integers
-from attention_kernels.operators import attention, is_traced, refuse_gradients
+from attention_kernels.operators import attention, is_traced
 from attention_kernels.options import AttentionOptions
 
 
@@ -71,6 +76,7 @@ def flash_attn_func(
         causal: mask the keys after the bottom-right diagonal.
         window_size: numbers of visible keys before and after the diagonal; -1 for all.
         softcap: replace each score by `softcap · tanh(score / softcap)`; 0 for none.
+        deterministic: compute gradients with the same bits in every run.
         return_attn_probs: return a tuple of the output, the log-sum-exp (B, Hq, Sq) in float32,
             sinks included, and None in place of FlashAttention's dropout mask.
         learnable_sink: (Hq,), one extra logit per head, which takes softmax weight but has no
@@ -80,13 +86,16 @@ def flash_attn_func(
 
     Raises:
         NotImplementedError: an argument needs a feature that these kernels lack (`NOT_COMPUTED`),
-            or no kernel supports the device, type or head dimension, or gradients are needed.
+            or no kernel supports the device, type or head dimension, or computes the gradients
+            that are needed.
         ValueError: the arguments do not fit together.
         TypeError: an argument has another type, or FlashAttention has no such argument.
     """
     check_features(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **other)
     sinks = either(learnable_sink=learnable_sink, s_aux=s_aux)
-    options = AttentionOptions(True, window(window_size), softcap or None)
+    options = AttentionOptions(
+        True, window(window_size), softcap or None, deterministic=deterministic
+    )
     check_sizes(q, k, v, (4, 4), sinks, out)
     result = attention(
         q.transpose(1, 2),
@@ -145,11 +154,13 @@ def flash_attn_varlen_func(
             `cu_seqlens_k` may be None with pages and `seqused_k`.
         max_seqlen_q: number of queries of the longest sequence, or more; None for Tq, which starts
             more programs. The output of further queries of a sequence is undefined.
-        max_seqlen_k: number of keys of the longest sequence, or more; None for N · page_size.
+        max_seqlen_k: number of keys of the longest sequence, or more; None for N · page_size, or,
+            without pages, for Tk, which starts more programs of the backward pass. Further keys of
+            a sequence have gradients of zero.
         block_table: (B, N) int32, pages of each sequence. FlashAttention 3 calls it `page_table`.
         seqused_k: (B,) int32, number of valid keys of each sequence; None for all.
-        k_descale, v_descale: float32, by which keys and values in float8_e4m3fn pages are
-            multiplied; they broadcast to (B, Hkv). They have no effect in 16 bits.
+        k_descale, v_descale: float32, by which keys and values in pages of float8_e4m3fn or
+            float8_e5m2 are multiplied; they broadcast to (B, Hkv). They have no effect in 16 bits.
         return_attn_probs: as for `flash_attn_func`, with a log-sum-exp (Hq, Tq).
         out: (Tq, Hq, Dv), to which the output is copied; it is then returned.
 
@@ -164,11 +175,11 @@ def flash_attn_varlen_func(
     check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), q.device)
     check_integers("cu_seqlens_k", cu_seqlens_k, (batch + 1,), q.device)
     check_integers("seqused_k", seqused_k, (batch,), q.device)
-    refuse_gradients(q, k, v)
     longest = longest_of(q, max_seqlen_q)
     more = (softmax_scale, causal, *options.window, options.softcap, sinks)
     descales = descales_of(k, k_descale, v_descale)
     if table is not None:
+        refuse_gradients(q, k, v, sinks)
         check_integers("block_table", table, (batch, table.shape[-1]), q.device)
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k.diff()
@@ -181,8 +192,16 @@ def flash_attn_varlen_func(
     elif table is None and cu_seqlens_k is not None:
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
-        attend = varlen if is_traced(q) else attend_packed
-        output, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, seqused_k, *more)
+        is_differentiated = needs_gradients(q, k, v, sinks)
+        if is_differentiated:
+            check_gradients(q, v, None)
+        attend = varlen if is_differentiated or is_traced(q) else attend_packed
+        longest_key = None
+        if is_differentiated and max_seqlen_k is not None:
+            longest_key = int(max_seqlen_k)
+        output, lse = attend(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, longest, seqused_k, *more, longest_key
+        )
     else:
         raise ValueError("cu_seqlens_k is None: needed except with pages and seqused_k")
     output = placed(output, out)
@@ -242,7 +261,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q, cu_seqlens_k_new: (B + 1,) int32, start of each sequence's queries or new
             tokens, and the end of all.
         max_seqlen_q: number of queries of the longest packed sequence, or more; None for Tq.
-        k_descale, v_descale: float32, by which keys and values of a float8_e4m3fn cache are
+        k_descale, v_descale: float32, by which keys and values of an FP8 cache are
             multiplied, as for `flash_attn_varlen_func`. New keys and values must be in FP8 too.
         return_softmax_lse: return a tuple of the output and the log-sum-exp in float32, (B, Hq, Sq)
             or (Hq, Tq).
@@ -261,7 +280,7 @@ def flash_attn_with_kvcache(
     options = AttentionOptions(True, window(window_size), softcap or None)
     table = either(block_table=block_table, page_table=page_table)
     check_sizes(q, k_cache, v_cache, (4 if cu_seqlens_q is None else 3, 4), sinks, out)
-    refuse_gradients(q, k_cache, v_cache)
+    refuse_gradients(q, k_cache, v_cache, sinks)
     batch = q.shape[0] if cu_seqlens_q is None else batch_of(cu_seqlens_q)
     check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), q.device)
     check_integers("cache_batch_idx", cache_batch_idx, (batch,), q.device)

@@ -13,20 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels import gradients
 from attention_kernels.decode.cache_update import append_to_cache, gather_pages
 from attention_kernels.decode.contiguous_decode import contiguous_decode
 from attention_kernels.decode.kv_cache import expanded_scales
 from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.dispatch import MOST_DECODED_QUERIES, check_head_dims, check_tensors
+from attention_kernels.gradients import NAMESPACE, check_gradients
 from attention_kernels.hopper.support import has_gluon_kernels
-from attention_kernels.operators import NAMESPACE
 from attention_kernels.options import AttentionOptions
 from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
 
-WORTH_GATHERING = 1024
-"""Minimum number of query rows of a key head for which the Hopper kernel saves more time than a
-copy of the keys takes, estimated: 650 instead of 400 TFLOPS, a copy at 3 TB/s."""
+WORTH_GATHERING = 2048
+"""Minimum number of query rows of a key head and sequence, on average, for which the Hopper kernel
+saves more time than a copy of the keys takes.
+
+R rows times K keys of D numbers take 4 · R · K · D operations, at 620 TFLOPS instead of 420 (H200).
+Copying the keys and values moves 8 · K · D bytes at some 2 TB/s, as long as R = 1,300. A causal
+prefill sees half of the keys on average. In FP8, both times are about 2.4 times as long.
+"""
+MOST_GATHERED = 2**31
+"""Maximum size of a copy of keys and values in bytes."""
 
 
 def attend_packed(
@@ -43,11 +51,14 @@ def attend_packed(
     window_right: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    longest_key: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention within each sequence of a packed batch, (Tq, Hq, Dv), and the log-sum-exp,
     (Hq, Tq) float32.
 
-    The arguments are those of `packed_prefill`; the errors are those of `flash_attn_varlen_func`.
+    The arguments are those of `packed_prefill`, and `longest_key`, which the backward pass alone
+    needs: number of keys of the longest sequence, or more; None for Tk. The errors are those of
+    `flash_attn_varlen_func`.
     """
     check_tensors(query, key, value)
     check_head_dims(key, value, is_decoded=False)
@@ -121,7 +132,10 @@ def attend_to_kv_cache(
     }
     is_even = _are_even(query, batch, longest_query)
     if block_table is not None and not (is_decoded and is_even):
-        if not _is_gathered(query, v_cache, scale, batch, key_scale):
+        table = block_table
+        if longest_key is not None:
+            table = block_table[:, : -(-longest_key // k_cache.shape[1])]
+        if not _is_gathered(query, k_cache, v_cache, table, scale, is_even):
             starts = cu_seqlens_q
             if starts is None:
                 starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
@@ -135,9 +149,11 @@ def attend_to_kv_cache(
                 return output, lse
             sizes = (batch, longest_query)
             return output.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
-        if longest_key is not None:
-            block_table = block_table[:, : -(-longest_key // k_cache.shape[1])]
-        k_cache, v_cache = (gather_pages(each, block_table, lengths) for each in (k_cache, v_cache))
+        units = expanded_scales(query, k_cache, v_cache, *scales, batch)
+        k_cache, v_cache = (
+            gather_pages(each, table, lengths, unit, query.dtype)
+            for each, unit in zip((k_cache, v_cache), units, strict=True)
+        )
         is_decoded = False
     if cu_seqlens_q is not None and not is_even:
         room = k_cache.shape[1]
@@ -196,18 +212,30 @@ def check_cache_call(
 
 
 def _is_gathered(
-    query: Tensor, v_cache: Tensor, scale: float | None, batch: int, key_scale: Tensor | None
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    scale: float | None,
+    is_even: bool,
 ) -> bool:
     """Return whether copying the pages of a prefill into one piece pays off, because the Hopper
     kernel, which reads no pages, then computes it.
 
-    The host knows the number of keys of one sequence only. With fewer rows, the copy takes longer
-    than the faster kernel saves.
+    Only shapes tell, as the GPU knows the lengths. In a batch with many decodes, the average number
+    of queries is small. Of an uneven batch, the copy would be as large as if all sequences had the
+    longest one's keys. An FP8 cache, whose kernel over pages is slow, is multiplied by its scales,
+    for which float16 may be too small.
     """
-    rows = query.shape[:-1].numel() // v_cache.shape[2]
-    if batch > 1 or key_scale is not None or rows < WORTH_GATHERING:
+    if not is_even and k_cache.dtype == query.dtype:
         return False
-    if not has_gluon_kernels(query.device):
+    batch, pages = block_table.shape
+    rows = query.shape[:-1].numel() // v_cache.shape[2]
+    room = batch * pages * v_cache.shape[1:3].numel()
+    size = room * (k_cache.shape[3] + v_cache.shape[3]) * query.element_size()
+    if rows < WORTH_GATHERING * batch or size > MOST_GATHERED:
+        return False
+    if k_cache.dtype != query.dtype != torch.bfloat16 or not has_gluon_kernels(query.device):
         return False
     # Gluon is imported only on a GPU that supports it.
     from attention_kernels.hopper.hopper_prefill import takes
@@ -242,3 +270,34 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 @append.register_fake
 def _(*arguments: Any) -> None:
     return None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, q_offsets, k_offsets, longest, seqused_k, scale, is_causal, *others = inputs
+    window_left, window_right, softcap, sinks, longest_key = others
+    check_gradients(query, value, None)
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "sinks": sinks,
+        "cu_seqlens_q": q_offsets,
+        "cu_seqlens_k": k_offsets,
+        "longest_query": longest,
+        "longest_key": longest_key,
+        "seqused_k": seqused_k,
+        "is_causal": is_causal,
+        "scale": scale,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+    }
+    gradients.save(ctx, output, arguments)
+
+
+def _differentiate(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, sinks = gradients.differentiate(gradients.varlen_backward, ctx, *given)
+    return query, key, value, *[None] * 9, sinks, None
+
+
+varlen.register_autograd(_differentiate, setup_context=_save)

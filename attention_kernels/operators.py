@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels import gradients
 from attention_kernels.dispatch import attend, check_heads
+from attention_kernels.gradients import NAMESPACE, check_gradients, needs_gradients
 from attention_kernels.launch.shape_checks import check_types
 from attention_kernels.options import INVARIANT, PLAIN, AttentionOptions
 
@@ -69,22 +71,29 @@ def attention(
         tensors are converted first, as for SDPA.
 
     Raises:
-        NotImplementedError: the call has dropout, gradients, or a device, dtype or head dimension
-            without a kernel, more rows than a GPU can launch programs for, or a feature that the
-            8-bit kernels lack.
+        NotImplementedError: the call has dropout, a device, dtype or head dimension without a
+            kernel, more rows than a GPU can launch programs for, a feature that the 8-bit kernels
+            lack, or tensors that need gradients which no kernel computes.
         ValueError: the arguments do not fit together.
         TypeError: a tensor or `options` has another type.
+
+    Differentiable for exact products and head dimensions up to 256 (`gradients.py`).
+    `precision="fastest"` is exact if gradients are needed. The query's gradient may differ from run
+    to run in its last bits on a Hopper GPU, unless `invariant`, `deterministic` in `options` or
+    `torch.use_deterministic_algorithms` is set.
     """
     if dropout_p:
         raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
     tensors = {"query": query, "key": key, "value": value}
     check_types(tensors, options, attn_mask=attn_mask, sinks=sinks)
-    refuse_gradients(query, key, value)
+    is_differentiated = needs_gradients(query, key, value, attn_mask, sinks)
+    if is_differentiated:
+        check_gradients(query, value, attn_mask, precision)
     if invariant:
         options = INVARIANT if options is PLAIN else replace(options, invariant=True)
     if torch._C._is_any_autocast_enabled():
         query, key, value, attn_mask = _autocast(query.device.type, query, key, value, attn_mask)
-    if not is_traced(query):
+    if not (is_differentiated or is_traced(query)):
         return attend(
             query,
             key,
@@ -113,7 +122,8 @@ def attention(
         options.softcap,
         options.invariant,
         options.decode,
-        return_lse,
+        options.deterministic,
+        return_lse or is_differentiated,
     )
     return (output, lse) if return_lse else output
 
@@ -152,12 +162,6 @@ def warm_up(
         attention(q, k, v, enable_gqa=True, **options)
 
 
-def refuse_gradients(*tensors: Tensor) -> None:
-    """Raise NotImplementedError if PyTorch would record a backward pass."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise NotImplementedError("attention has no backward pass: call it in torch.no_grad()")
-
-
 def is_traced(tensor: Tensor) -> bool:
     """Return whether PyTorch has to see an operator: while it traces, in a dispatch mode such as
     `FlopCounterMode`, and for tensors without memory."""
@@ -170,8 +174,6 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-NAMESPACE = __name__.partition(".")[0]
-"""Namespace of the operators: the name under which the package was imported."""
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=())
@@ -190,11 +192,12 @@ def _attention(
     softcap: float | None,
     invariant: bool,
     decode: bool,
+    deterministic: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run `attention`; without `return_lse`, the log-sum-exp has no elements."""
     window = (window_left, window_right)
-    options = AttentionOptions(bottom_right, window, softcap, invariant, decode)
+    options = AttentionOptions(bottom_right, window, softcap, invariant, decode, deterministic)
     found = attend(
         query, key, value, attn_mask, is_causal, scale, True, precision, sinks, options, return_lse
     )
@@ -210,6 +213,37 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, 
     *_, return_lse = others
     shape = query.shape[:3] if return_lse else (0,)
     return _empty_output(query, value), query.new_empty(shape, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, attn_mask, is_causal, scale, precision, sinks, *options, return_lse = inputs
+    check_gradients(query, value, attn_mask, precision)
+    if not return_lse:
+        raise NotImplementedError("attention has no backward pass without return_lse=True")
+    bottom_right, window_left, window_right, softcap, invariant, _, deterministic = options
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "sinks": sinks,
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "bottom_right": bottom_right,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "deterministic": deterministic or invariant,
+    }
+    gradients.save(ctx, output, arguments)
+
+
+def _differentiate(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, sinks = gradients.differentiate(gradients.attention_backward, ctx, *given)
+    return query, key, value, *[None] * 4, sinks, *[None] * 8
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _empty_output(query: Tensor, value: Tensor) -> Tensor:

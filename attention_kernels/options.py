@@ -27,6 +27,8 @@ class AttentionOptions:
     `attention` with a few queries runs prefill's kernel, so that chunks of any size, single queries
     included, get the bits of prefill; with many keys, decode's kernel is much faster.
 
+    With `deterministic` or `invariant`, gradients have the same bits in every run.
+
     `window` holds the numbers of keys that a query sees before and after its diagonal key, which it
     sees too; None for all keys on that side.
 
@@ -40,6 +42,7 @@ class AttentionOptions:
     softcap: float | None = None
     invariant: bool = False
     decode: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         left, right = self.window
@@ -57,7 +60,7 @@ INVARIANT = AttentionOptions(invariant=True)
 
 
 class Lengths(NamedTuple):
-    """Rows of the tensors that belong to each batch element, as read by `forward_kernel._rows`."""
+    """Rows of the tensors that belong to each batch element; `forward_kernel.rows_of` reads it."""
 
     kind: str
     batches: int

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from capture.recording.recording import Recording
     from capture.sharing.share import share
     from capture.storage.dataset import Dataset, load
+    from replay.accuracy.gradient_verdict import judge_gradients
     from replay.api.batch_invariance import agree
     from replay.api.cache_formats import cache_formats
     from replay.api.compare_rows import compare
@@ -65,6 +66,7 @@ __all__ = [
     "compare",
     "doctor",
     "export",
+    "judge_gradients",
     "kernels",
     "load",
     "plan",
@@ -98,6 +100,7 @@ _HOMES = {
     "compare": "replay.api.compare_rows",
     "doctor": "replay.api.diagnose",
     "export": "replay.api.export_plan",
+    "judge_gradients": "replay.accuracy.gradient_verdict",
     "kernels": "replay.api.list_kernels",
     "load": "capture.storage.dataset",
     "plan": "replay.api.plan_model",

@@ -1,22 +1,28 @@
 """Checks and times our kernels on the batches of serving engines: pages, uneven lengths, FP8.
 
-    python -m benchmarks.engine_kernels [--only uneven mixed fp8 mla ...] [--tune]
+    python -m benchmarks.engine_kernels [--only fp8 mixed mla uneven ...] [--tune]
 
 First, every path is compared with attention in float64 on the GPU. Then each case is timed with a
-cold L2, in shuffled rounds of all its kernels: ours, FlashAttention 3 with its scheduler metadata
-and FlashMLA, where they can be imported. Pages lie in a random order. Lengths stay on the GPU. The
-last table has one line for each kernel of a case: its time, the bytes it must read at the speed of
-a copy as a share of that time, and the ratio that the case asks for. Needs a GPU with 40 GB of
-memory and four minutes. `--tune` also times other sizes of our programs (two minutes more).
+cold L2, in shuffled rounds of all its kernels: ours, vLLM's copy of FlashAttention 3 with its
+scheduler metadata, and FlashMLA, where they can be imported. Pages lie in a random order. Lengths
+stay on the GPU. A table has one line for each kernel of a case: its time, the bytes it must read at
+the speed of a copy as a share of that time, and the ratio that the case asks for. Its lines are
+printed and written after each case. A group that reaches its time limit leaves out its last cases.
+The benchmark needs a GPU with 40 GB of memory and two and a half minutes. `--tune` also times other
+sizes of our programs (two minutes more).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 import random
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +36,7 @@ from attention_kernels.decode.kv_cache import Cache, expanded_scales
 from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.split_kv import attend_to_cache, planned
+from attention_kernels.flash_attention import flash_attn_varlen_func
 from attention_kernels.options import AttentionOptions
 from attention_kernels.portable.paged_prefill import PagedTiles, paged_prefill
 from benchmarks import results
@@ -60,6 +67,9 @@ class Batch:
     page_size: int = 16
     latent: int = 0
     is_fp8: bool = False
+    fp8_type: torch.dtype = FP8
+    query_unit: float = 1.0
+    """Factor of the queries. The key scales are divided by it."""
     options: AttentionOptions = BOTTOM_RIGHT
     is_causal: bool = True
     has_sinks: bool = False
@@ -74,17 +84,19 @@ class Batch:
         for row, own in zip(self.table, order.split(counts), strict=True):
             row[: len(own)] = own
         shape = (sum(counts), self.page_size, kv_heads, self.head_dim)
-        self.query = self._normal(sum(self.q_lens), q_heads, self.head_dim)
+        self.query = self._normal(sum(self.q_lens), q_heads, self.head_dim) * self.query_unit
         self.key = self._normal(*shape)
         self.value = self.key[..., : self.latent] if self.latent else self._normal(*shape)
         self.scales: dict[str, Any] = {}
         if self.is_fp8:
-            self.key = self.key.to(FP8)
-            self.value = self.key[..., : self.latent] if self.latent else self.value.to(FP8)
+            self.key = self.key.to(self.fp8_type)
+            self.value = (
+                self.key[..., : self.latent] if self.latent else self.value.to(self.fp8_type)
+            )
             units = torch.rand(2, kv_heads, device=self.device) + 0.5
             if self.latent:
                 units[1] = units[0]
-            self.scales = {"key_scale": units[0], "value_scale": units[1]}
+            self.scales = {"key_scale": units[0] / self.query_unit, "value_scale": units[1]}
         self.lengths = torch.tensor(self.k_lens, dtype=torch.int32, device=self.device)
         starts = torch.tensor([0, *self.q_lens]).cumsum(0)
         self.starts = starts.to(self.device, torch.int32)
@@ -117,6 +129,14 @@ class Batch:
         return paged_batch(
             self.query, self.key, self.value, self.table, self.lengths, self.starts, self.longest,
             self.is_causal, sinks=self.sinks, options=self.options, **self.scales,
+        )  # fmt: skip
+
+    def prefill(self) -> Any:
+        """Run `flash_attn_varlen_func`, which may copy keys out of their pages."""
+        return flash_attn_varlen_func(
+            self.query, self.key, self.value, self.starts, None, self.longest, max(self.k_lens),
+            seqused_k=self.lengths, block_table=self.table, causal=self.is_causal,
+            k_descale=self.scales.get("key_scale"), v_descale=self.scales.get("value_scale"),
         )  # fmt: skip
 
     def decode(self) -> Any:
@@ -169,6 +189,8 @@ KEYS = [5000, 1300, 1, 40, 900, 130, 64, 4096, 333]
 CHECKED: dict[str, dict[str, Any]] = {
     **{f"mixed, pages of {size}": {"page_size": size} for size in (16, 64, 256)},
     **{f"mixed FP8, pages of {n}": {"page_size": n, "is_fp8": True} for n in (16, 64)},
+    "mixed FP8, large queries": {"is_fp8": True, "query_unit": 2.0**100},
+    "mixed E5M2": {"is_fp8": True, "fp8_type": torch.float8_e5m2},
     "mixed, pages of 5, window": {"page_size": 5, "options": AttentionOptions(True, (255, None))},
     "mixed, window of two sides": {
         "options": AttentionOptions(True, (60, 30)),
@@ -197,16 +219,26 @@ DECODED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LONG, LONG_KEYS = [2500, 1500], [3000, 1600]
+CHUNKS = {f"long chunks{' FP8' * fp8}": {"is_fp8": fp8} for fp8 in (False, True)}
+
+
 def check(device: torch.device) -> int:
     """Compare every path with float64, print the errors, and return the number of wrong ones."""
     wrong = 0
-    calls = [(name, MIXED, KEYS, given) for name, given in CHECKED.items()]
-    calls += [(name, FEW, FEW_KEYS, given) for name, given in DECODED.items()]
-    for name, q_lens, k_lens, given in calls:
+    calls = [(name, FEW, FEW_KEYS, Batch.attend, given) for name, given in DECODED.items()]
+    calls += [(name, LONG, LONG_KEYS, Batch.prefill, given) for name, given in CHUNKS.items()]
+    calls += [(name, MIXED, KEYS, Batch.attend, given) for name, given in CHECKED.items()]
+    end = time.monotonic() + SECONDS["check"]
+    for number, (name, q_lens, k_lens, attend, given) in enumerate(calls):
+        if time.monotonic() > end:
+            print(f"time limit: {len(calls) - number} paths are not compared", flush=True)
+            break
         try:
             batch = Batch(q_lens, k_lens, **given, device=device)
             asked = [n for n, q_len in enumerate(q_lens) if q_len]
-            found = batch.error(batch.attend(), asked)
+            output = attend(batch)
+            found = batch.error(output, asked)
             said = f"{found:.5f}"
         except Exception as failure:
             found, said = math.nan, f"{type(failure).__name__}: {failure}".partition("\n")[0]
@@ -226,31 +258,31 @@ def rival(module: str, *names: str) -> Any:
 
 
 def flash_attention_3(batch: Batch) -> Run:
-    """Return FlashAttention 3 on a batch, with metadata computed beforehand.
-
-    The library is `flash_attn_interface`, or else vLLM's copy.
-    """
-    module = rival("flash_attn_interface", "flash_attn_with_kvcache")
-    copy = rival("vllm.vllm_flash_attn", "flash_attn_varlen_func", "get_scheduler_metadata")
-    given: dict[str, Any] = {"cu_seqlens_q": batch.starts, "max_seqlen_q": batch.longest}
-    given |= {"causal": True}
-    if (found := module or copy) is None:
-        raise ImportError("there is neither flash_attn_interface nor vllm.vllm_flash_attn")
-    if hasattr(found, "get_scheduler_metadata"):
-        given["scheduler_metadata"] = found.get_scheduler_metadata(
-            batch_size=len(batch.k_lens), max_seqlen_q=batch.longest,
-            max_seqlen_k=max(batch.k_lens), num_heads_q=batch.heads[0],
-            num_heads_kv=batch.heads[1], headdim=batch.head_dim, cache_seqlens=batch.lengths,
-            qkv_dtype=torch.bfloat16, cu_seqlens_q=batch.starts, page_size=batch.page_size,
-            causal=True,
-        )  # fmt: skip
-    pools = batch.query, batch.key, batch.value
-    if module is not None:
-        pages = {"cache_seqlens": batch.lengths, "page_table": batch.table}
-        return partial(module.flash_attn_with_kvcache, *pools, **pages, **given)
-    pages = {"seqused_k": batch.lengths, "block_table": batch.table}
-    given |= {"max_seqlen_k": max(batch.k_lens), "fa_version": 3}
-    return partial(found.flash_attn_varlen_func, *pools, **pages, **given)
+    """Return vLLM's FlashAttention 3 on a batch, as vLLM calls it, with metadata computed
+    beforehand. With an FP8 cache, the queries are in FP8 too."""
+    module = rival("vllm.vllm_flash_attn", "flash_attn_varlen_func", "get_scheduler_metadata")
+    if module is None:
+        raise ImportError("there is no vllm.vllm_flash_attn")
+    longest_key = max(batch.k_lens)
+    query = batch.query
+    given: dict[str, Any] = {}
+    if batch.is_fp8:
+        query = query.to(FP8)
+        shape = len(batch.k_lens), batch.heads[1]
+        one = torch.ones((), device=query.device)
+        given = {"q_descale": one.expand(shape)}
+        given |= {f"{name[0]}_descale": each.expand(shape) for name, each in batch.scales.items()}
+    metadata = module.get_scheduler_metadata(
+        batch_size=len(batch.k_lens), max_seqlen_q=batch.longest, max_seqlen_k=longest_key,
+        num_heads_q=batch.heads[0], num_heads_kv=batch.heads[1], headdim=batch.head_dim,
+        cache_seqlens=batch.lengths, qkv_dtype=query.dtype, cu_seqlens_q=batch.starts,
+        page_size=batch.page_size, causal=True,
+    )  # fmt: skip
+    return partial(
+        module.flash_attn_varlen_func, query, batch.key, batch.value, batch.longest, batch.starts,
+        longest_key, seqused_k=batch.lengths, causal=True, block_table=batch.table,
+        out=torch.empty_like(batch.query), scheduler_metadata=metadata, fa_version=3, **given,
+    )  # fmt: skip
 
 
 def flash_mla(batch: Batch) -> Run:
@@ -302,13 +334,34 @@ def _mixed() -> Iterator[Case]:
     contexts = [draw.randrange(0, 8192) for _ in range(8)]
     k_lens = [a + b for a, b in zip(chunks, contexts, strict=True)] + uneven(56, 1024, 16384)
     for page_size in (16, 64):
+        rivals = {"fa3": flash_attention_3}
+        batch = Batch(chunks, k_lens[:8], page_size=page_size)
+        runs: dict[str, Run] = {"ours": batch.prefill, "in place": batch.attend}
+        yield Case(f"8 chunks, pages of {page_size}", batch, runs, {}, ("fa3", "ours"), rivals)
         batch = Batch([*chunks, *[1] * 56], k_lens, page_size=page_size)
-        chunks_only = Batch(chunks, k_lens[:8], page_size=page_size)
-        for name, each in (("8 chunks, 56 decodes", batch), ("these 8 chunks", chunks_only)):
-            runs: dict[str, Run] = {"ours": each.attend}
-            rivals = {"fa3": flash_attention_3}
-            name = f"{name}, pages of {page_size}"
-            yield Case(name, each, runs, {}, ("fa3", "ours"), rivals)
+        name = f"these and 56 decodes, pages of {page_size}"
+        yield Case(name, batch, {"ours": batch.prefill}, {}, ("fa3", "ours"), rivals)
+
+
+def portable(batch: Batch) -> Tensor:
+    """Run the prefill kernel for any GPU on a batch without decodes."""
+    output = torch.empty_like(batch.query)
+    paged_prefill(
+        batch.query, batch.key, batch.value, batch.table, batch.lengths, batch.starts, output, None,
+        True, scale=None, key_scale=None, value_scale=None, sinks=None, options=batch.options,
+    )  # fmt: skip
+    return output
+
+
+def _hopper() -> Iterator[Case]:
+    """Yield chunks whose pages the Hopper kernel reads, the simplest first."""
+    for q_lens, k_lens in (([256], [256]), ([2048] * 4, [8192] * 4), ([700, 1900], [900, 5000])):
+        for page_size in (64, 16):
+            batch = Batch(q_lens, k_lens, page_size=page_size)
+            runs: dict[str, Run] = {"portable": partial(portable, batch), "hopper": batch.attend}
+            runs["copied"] = batch.prefill
+            name = f"{len(q_lens)} of {q_lens[-1]} over {k_lens[-1]}, pages of {page_size}"
+            yield Case(name, batch, runs, {}, ("portable", "hopper"))
 
 
 def _fp8() -> Iterator[Case]:
@@ -316,12 +369,24 @@ def _fp8() -> Iterator[Case]:
         plain = Batch([1] * 8, [32768] * 8, page_size=page_size)
         fp8 = Batch([1] * 8, [32768] * 8, page_size=page_size, is_fp8=True)
         runs: dict[str, Run] = {"bf16": plain.decode, "fp8": fp8.decode}
-        read = {"bf16": plain.bytes_read, "fp8": fp8.bytes_read}
-        yield Case(f"decode 8 × 32K, pages of {page_size}", fp8, runs, read, ("bf16", "fp8"))
+        read = dict.fromkeys(("bf16", "fa3"), plain.bytes_read)
+        read |= dict.fromkeys(("fp8", "fa3, fp8"), fp8.bytes_read)
+        name = f"decode 8 × 32K, pages of {page_size}"
+        yield Case(name, fp8, runs, read, ("bf16", "fp8"), _both(plain, fp8))
     plain = Batch([2048] * 4, [8192] * 4)
     fp8 = Batch([2048] * 4, [8192] * 4, is_fp8=True)
-    runs = {"bf16": plain.attend, "fp8": fp8.attend}
-    yield Case("4 chunks of 2048 over 8192, pages of 16", fp8, runs, {}, ("bf16", "fp8"))
+    runs = {"bf16": plain.prefill, "bf16, in place": plain.attend, "fp8": fp8.prefill}
+    runs["fp8, in place"] = fp8.attend
+    name = "4 chunks of 2048 over 8192, pages of 16"
+    yield Case(name, fp8, runs, {}, ("bf16", "fp8"), _both(plain, fp8))
+
+
+def _both(plain: Batch, fp8: Batch) -> dict[str, Callable[[Batch], Run]]:
+    """Return FlashAttention 3 on a batch in 16 bits and on the same batch in FP8."""
+    return {
+        "fa3": lambda _: flash_attention_3(plain),
+        "fa3, fp8": lambda _: flash_attention_3(fp8),
+    }
 
 
 def _mla() -> Iterator[Case]:
@@ -338,14 +403,27 @@ def _mla() -> Iterator[Case]:
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "uneven": _uneven,
-    "mixed": _mixed,
     "fp8": _fp8,
+    "mixed": _mixed,
     "mla": _mla,
+    "uneven": _uneven,
+    "hopper": _hopper,
 }
+SECONDS = {"check": 50, "fp8": 25, "mixed": 25, "mla": 20, "uneven": 20, "hopper": 40}
+"""Time limit of the comparison and of each group. No case begins after it."""
 
 
-def time(case: Case, device: torch.device, gb_per_s: float) -> list[dict[str, Any]]:
+def cases_in_time(group: str) -> Iterator[Case]:
+    """Yield the cases of a group until its time limit."""
+    end = time.monotonic() + SECONDS[group]
+    for case in GROUPS[group]():
+        yield case
+        if time.monotonic() > end:
+            print(f"{group}: time limit after '{case.name}'", flush=True)
+            return
+
+
+def timed(case: Case, device: torch.device, gb_per_s: float) -> list[dict[str, Any]]:
     """Check and time the kernels of a case, and return its lines."""
     batch = case.batch
     scores = {n: q * k for n, (q, k) in enumerate(zip(batch.q_lens, batch.k_lens, strict=True))}
@@ -367,7 +445,7 @@ def time(case: Case, device: torch.device, gb_per_s: float) -> list[dict[str, An
             print(f"{case.name}, {name}: WRONG, error {found:.4f}", flush=True)
             continue
         candidates[name] = run
-    samples = measure(candidates, device, cache=CACHE, rounds=ROUNDS, max_seconds=1.0)
+    samples = measure(candidates, device, cache=CACHE, rounds=ROUNDS, max_seconds=0.5)
     times = {name: statistics.median(each.ms) for name, each in samples.items() if each.ms}
     lines = []
     for name, ms in times.items():
@@ -377,7 +455,6 @@ def time(case: Case, device: torch.device, gb_per_s: float) -> list[dict[str, An
         if case.ratio is not None and name == case.ratio[1] and case.ratio[0] in times:
             line |= {"ratio": times[case.ratio[0]] / ms, "of": f"{case.ratio[0]} / {name}"}
         lines.append(line)
-        print(_said(line), flush=True)
     return lines
 
 
@@ -414,20 +491,34 @@ def tune(device: torch.device) -> None:
         _ranked(runs, device)
         for page_size in (16, 64):
             batch = Batch([1] * 64, uneven(64, 1024, 131072), page_size=page_size, is_fp8=is_fp8)
-            query = batch.query[:, :, None]
-            plan = planned(query, batch.cache, is_causal=True, options=BOTTOM_RIGHT).tiling
-            runs = {}
-            for block_n in (32, 64, 128):
-                for stages in (3, 4, 5):
-                    tiles = plan._replace(block_n=block_n, stages=stages)
-                    if block_n > page_size > 16:
-                        continue
-                    name = f"decode{' fp8' * is_fp8} pages of {page_size} {block_n}, {stages}"
-                    runs[name] = partial(
-                        attend_to_cache, query, batch.cache, is_causal=True, options=BOTTOM_RIGHT,
-                        tiles=tiles,
-                    )  # fmt: skip
-            _ranked(runs, device)
+            sizes = itertools.product((32, 64, 128), (2, 3, 4, 5), (2, 3, 4))
+            _tune_decode(f"pages of {page_size}", batch, [(*each, None) for each in sizes], device)
+        mla = {"heads": (16, 1), "head_dim": 576, "latent": 512, "page_size": 64, "is_fp8": is_fp8}
+        batch = Batch([1] * 64, uneven(64, 1024, 32768), **mla)  # type: ignore[arg-type]
+        wide = list(itertools.product((32, 64), (2, 3), (1, 2), (None, 128)))
+        _tune_decode("MLA", batch, wide, device)
+
+
+def _tune_decode(
+    name: str, batch: Batch, sizes: list[tuple[int, int, int, int | None]], device: torch.device
+) -> None:
+    """Time decode with other keys in a block, stages, programs per multiprocessor and registers."""
+    query = batch.query[:, :, None]
+    plan = planned(query, batch.cache, is_causal=True, options=BOTTOM_RIGHT).tiling
+    assert plan.assignment is not None
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    runs: dict[str, Run] = {}
+    for block_n, stages, resident, registers in sizes:
+        shares = resident * processors
+        tiles = plan._replace(
+            block_n=block_n, stages=stages, registers=registers,
+            assignment=plan.assignment._replace(shares=shares, resident=shares),
+        )  # fmt: skip
+        said = f"decode{' fp8' * batch.is_fp8} {name}: {(block_n, stages, resident, registers)}"
+        runs[said] = partial(
+            attend_to_cache, query, batch.cache, is_causal=True, options=BOTTOM_RIGHT, tiles=tiles
+        )
+    _ranked(runs, device)
 
 
 def _ranked(runs: dict[str, Run], device: torch.device) -> None:
@@ -438,7 +529,7 @@ def _ranked(runs: dict[str, Run], device: torch.device) -> None:
             candidates[name] = run
         except Exception as failure:
             print(f"{name}: {type(failure).__name__}", flush=True)
-    samples = measure(candidates, device, cache=CACHE, rounds=ROUNDS, max_seconds=0.5)
+    samples = measure(candidates, device, cache=CACHE, rounds=ROUNDS, max_seconds=0.1)
     times = {name: statistics.median(each.ms) for name, each in samples.items() if each.ms}
     for name in sorted(times, key=times.__getitem__):
         print(f"{times[name]:9.4f} ms  {name}", flush=True)
@@ -446,12 +537,20 @@ def _ranked(runs: dict[str, Run], device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument(
+        "--only", nargs="+", choices=GROUPS, default=[each for each in GROUPS if each != "hopper"]
+    )
     parser.add_argument("--unchecked", action="store_true", help="skip the comparison with float64")
     parser.add_argument("--tune", action="store_true", help="time other sizes of our programs")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "engine_kernels.csv")
+    parser.add_argument("--here", action="store_true", help="run 'hopper' in this process")
     arguments = parser.parse_args()
     device = gpu()
+    if "hopper" in arguments.only and not arguments.here:
+        arguments.only.remove("hopper")
+        _run_hopper(arguments.out)
+        if not arguments.only:
+            return
     machine = describe(device)
     wrong = 0 if arguments.unchecked else check(device)
     roof = measure_roof(torch.bfloat16, device)
@@ -463,14 +562,27 @@ def main() -> None:
     }
     lines: list[dict[str, Any]] = []
     for group in arguments.only:
-        for case in GROUPS[group]():
-            lines += [line | measured_on for line in time(case, device, roof.gb_per_s)]
+        for case in cases_in_time(group):
+            found = timed(case, device, roof.gb_per_s)
+            lines += [line | measured_on for line in found]
             results.write_lines(lines, COLUMNS, arguments.out)
+            print(*map(_said, found), sep="\n", flush=True)
             del case
             torch.cuda.empty_cache()
     if arguments.tune:
         tune(device)
-    print(f"\n{wrong} paths wrong", *map(_said, lines), sep="\n")
+    print(f"{wrong} paths wrong")
+
+
+def _run_hopper(out: Path) -> None:
+    """Run the group 'hopper' in a process that is killed at its time limit, as its kernel, which
+    was only compiled, may wait forever."""
+    path = out.with_stem(f"{out.stem}_hopper")
+    command = (sys.executable, "-m", "benchmarks.engine_kernels", "--only", "hopper", "--here")
+    try:
+        subprocess.run((*command, "--unchecked", "--out", path), timeout=SECONDS["hopper"])
+    except subprocess.TimeoutExpired:
+        print(f"hopper: killed after {SECONDS['hopper']} s", flush=True)
 
 
 if __name__ == "__main__":

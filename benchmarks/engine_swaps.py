@@ -4,14 +4,14 @@
     python -m benchmarks.engine_swaps --sizes middle --kernels triton-varlen --seconds 200
 
 Needs a GPU with 80 GB of memory and vLLM 0.22, no network: the models have random weights. 64
-requests with 1,024 to 8,192 tokens generate 32 tokens each. Their prompts stay in the engine's
+requests with 8,192 to 32,768 tokens generate 32 tokens each. Their prompts stay in the engine's
 prefix cache, so that a run consists of one short step of all prompts and 31 decode steps. Prints a
 line for each kernel:
 
 - tokens per second with the kernel, and with vLLM's own attention (FlashAttention) beside it;
 - measured: median ratio of adjacent runs without and with the kernel;
 - predicted: from replays of recorded batches, as explained at `predicted`;
-- tokens: `same`; `changed`; `unstable` if two runs with vLLM's own attention differ;
+- requests with the same tokens; those of random weights change with the last bit of an output;
 - calls that the kernel answered, and that fell back to vLLM's own attention.
 
 Exit code 1 if a kernel fails or answers no call.
@@ -48,10 +48,10 @@ OWN = "vllm-flash"
 """Kernel of this file: the function that vLLM's backend FLASH_ATTN calls. Swapped in, it shows what
 a swap costs; replayed, it has the time of vLLM's own attention."""
 KERNELS = ("triton-paged-decode", "triton-varlen")
-REQUESTS, SHORTEST, LONGEST, NEW_TOKENS = 64, 1024, 8192, 32
+REQUESTS, SHORTEST, LONGEST, NEW_TOKENS = 64, 8192, 32768, 32
 VOCABULARY = 32_000
-RECORDED = 4
-"""Recorded calls. One of 64 requests takes 1.2 GB with eight key heads of width 128."""
+RECORDED = 2
+"""Recorded calls. One of 64 requests takes 5 GB with eight key heads of width 128."""
 ROUNDS = 5
 STEP_SECONDS = 90.0
 """Limit of a step: starting the engine, recording and replaying, a kernel's first run, a round."""
@@ -74,7 +74,7 @@ class Size:
         return int(1.2 * token * sum(length + NEW_TOKENS for length in lengths()))
 
 
-SIZES = {"tiny": Size(4, 512, 8, 2), "middle": Size(32, 4096, 32, 8)}
+SIZES = {"tiny": Size(4, 512, 8, 2), "middle": Size(6, 4096, 32, 8)}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _prepare_own(call: AnyCall) -> Callable[[], Any]:
         "cu_seqlens_q": call.cu_seqlens_q,
         "max_seqlen_q": limits.longest_query(call),
         "seqused_k": call.seqused_k,
-        "max_seqlen_k": int(call.seqused_k.max()),
+        "max_seqlen_k": call.variant.max_seqlen_k or int(call.seqused_k.max()),
         "softmax_scale": call.scale,
         "causal": call.is_causal,
         "block_table": call.page_table,
@@ -226,7 +226,7 @@ class Engine:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=LONGEST + NEW_TOKENS,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=16384,
             max_num_seqs=REQUESTS,
             enable_prefix_caching=True,
             gpu_memory_utilization=0.5,
@@ -287,7 +287,8 @@ def run_size(name: str, kernels: Sequence[str], directory: Path) -> Iterator[str
             yield f"{name}: {kernel}: FAILED: {type(error).__name__}: {str(error)[:300]}"
             continue
         counts = swap.kernels[kernel]
-        found = "same" if tokens == expected else "changed" if stable else "unstable"
+        same = sum(each == other for each, other in zip(tokens, expected, strict=True))
+        found = f"same in {same} of {REQUESTS} requests{'' if stable else ' (unstable)'}"
         swaps[kernel] = found, counts.hits, dict(counts.fallbacks)
         yield f"{name}: {kernel} ran first"
     ratios: dict[str, list[float]] = {kernel: [] for kernel in swaps}

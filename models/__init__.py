@@ -10,7 +10,7 @@ alongside a user's own ``models``. In this list, a file imports only from lines 
     hub  offline_tokenizers  random_weights
     request                                      the user's request, complete and checked
     pretrained_weights  runnable
-    language
+    language  training
     call_arguments  inference  libraries  outputs
     errors
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-Kind = Literal["language", "diffusion", "tensor"]
+Kind = Literal["language", "diffusion", "training", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Outputs:
             - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, if the
               pipeline exposes them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W),
               both in [0, 1], if the pipeline decodes; ``output`` for other results such as sound.
+            - ``training``: ``loss`` and ``grad_norm``, (steps,) each.
             - ``tensor``: ``output``, of any shape.
     """
 

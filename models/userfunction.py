@@ -5,6 +5,9 @@ name, or a diffusers pipeline; ``run`` is a callable that runs one inference, wi
 with a ``prompt``. The function may declare any of the arguments ``seed``, ``device`` (a
 ``torch.device``), ``dtype`` (a ``torch.dtype``), ``steps`` and ``prompt``. ``steps`` and ``prompt``
 are passed only if the user gave them, so that the function's own defaults apply.
+
+``run`` may train: it enters ``torch.enable_grad()``, calls ``backward()`` and perhaps an optimiser
+of ``torch.optim``, and returns its loss, or one for each step. All steps are undone after the run.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from .inference import seeded
 from .outputs import of_anything
 from .request import Request
 from .runnable import Runnable
+from .training import Trained, Training
 
 
 def build(request: Request) -> Runnable:
@@ -50,7 +54,7 @@ def build(request: Request) -> Runnable:
     for root in roots.values():
         root.eval()
 
-    prompt = _prompt_parameter(run)
+    prompt, training = _prompt_parameter(run), Training(roots)
 
     def infer(**text: str) -> Any:
         if prompt is not None and prompt.default is prompt.empty and not text:
@@ -58,20 +62,35 @@ def build(request: Request) -> Runnable:
                 f"the run of {name} in {file} needs a prompt: give this parameter a default, or "
                 "tune with --prompts FILE"
             )
-        with _importable(path.parent), torch.no_grad(), seeded(request.seed, request.device):
+        with (
+            _importable(path.parent),
+            torch.no_grad(),
+            seeded(request.seed, request.device),
+            training.undone() as grad_norms,
+        ):
             try:
-                return run(**text)
+                result = run(**text)
             except SystemExit as error:  # would end the command as if it had succeeded
                 raise ModelError(f"the run of {name} in {file} ended in {_describe(error)}") from (
                     error
                 )
+            except RuntimeError as error:
+                if "does not require grad" not in str(error) or torch.is_grad_enabled():
+                    raise
+                raise ModelError(
+                    f"the run of {name} in {file} calls backward() without gradients: train inside "
+                    "`with torch.enable_grad():`"
+                ) from error
+        return Trained(result, grad_norms) if grad_norms else result
 
     given = {option: getattr(request, option) for option in ("prompt", "steps")}
     return Runnable(
         name=request.name,
         roots=roots,
         run=infer,
-        outputs=of_anything,
+        outputs=lambda result: (
+            result.outputs() if isinstance(result, Trained) else of_anything(result)
+        ),
         weights=f"user's own: {request.name}",
         settings=request.settings(**given),
         pipeline=pipeline,

@@ -19,7 +19,14 @@ from capture.storage.dataset import Dataset
 from replay.accuracy.errors import compare
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
-from replay.rows.errors_of_output import Accuracy, Errors, Summary, Where
+from replay.rows.errors_of_output import (
+    Accuracy,
+    Errors,
+    GradientErrors,
+    Gradients,
+    Summary,
+    Where,
+)
 from replay.rows.row import (
     CallFacts,
     Energy,
@@ -259,6 +266,8 @@ def full_row() -> Row:
             beyond="sinks",
             nonfinite="key 1 infinite (hidden)",
             batch=BatchSize(2, 3, 64, 40, 90),
+            grad_output="drawn",
+            has_window=True,
         ),
         reason="max abs error …",
         restated_as="padding",
@@ -273,6 +282,12 @@ def full_row() -> Row:
         time_ms=times,
         block_ms=times,
         core_time_ms=times,
+        backward_ms=times,
+        backward_speedup=speedup_over(),
+        both_ms=times,
+        both_speedup=speedup_over(),
+        both_peak_bytes=24,
+        gradients=Gradients(*[GradientErrors(0.5, 0.01, 0.1)] * 3),
         first_call_ms=100.0,
         energy=Energy(150.0, 0.8, 690.0, 1.05),
         burst_ms=1.9,

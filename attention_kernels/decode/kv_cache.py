@@ -30,6 +30,11 @@ register spills.
 LEAST_PAGE = 64
 """Minimum number of tokens in a page for which whole blocks are loaded."""
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types of an FP8 cache."""
+PAIRED = 32
+"""Divisor of the dimensions and strides of an FP8 cache that is read in pairs."""
+
 Access = Literal["described", "direct", "indirect", "quantised"]
 """Ways to read a cache: through tensor descriptors, through pointers, through pointers to tokens
 whose positions are looked up first, or through descriptors of an 8-bit cache."""
@@ -121,6 +126,20 @@ class Cache(NamedTuple):
         return 0 if self.block_table is None else self.key.shape[1]
 
     @property
+    def in_pairs(self) -> bool:
+        """Return whether two FP8 numbers of a token are read as one of 16 bits: `fp8_pairs.py`.
+
+        Loads must be of 16 bytes, so that the threads hold neighbouring columns.
+        """
+        return self.key.element_size() == 1 and all(
+            tensor.stride(-1) == 1
+            and tensor.data_ptr() % 16 == 0
+            and tensor.shape[-1] % PAIRED == 0
+            and all(stride % PAIRED == 0 for stride in tensor.stride()[:-1])
+            for tensor in (self.key, self.value)
+        )
+
+    @property
     def pointers(self) -> Access:
         """Return the way to read the cache through pointers."""
         is_direct = self.block_table is None and self.indices is None
@@ -172,10 +191,13 @@ class Cache(NamedTuple):
         """Return descriptors of key and value that hold no memory; with a tail, both describe the
         key."""
         key, value = self._by_head(self.key), self._by_head(self.value)
-        second = described(key, block_n, block_tail) if block_tail else None
+        in_one = 1 + self.in_pairs
+        if self.in_pairs:
+            key, value = key.view(torch.int16), value.view(torch.int16)
+        second = described(key, block_n, block_tail // in_one) if block_tail else None
         return (
-            nowhere(described(key, block_n, block_d)),
-            nowhere(second or described(value, block_n, block_dv)),
+            nowhere(described(key, block_n, block_d // in_one)),
+            nowhere(second or described(value, block_n, block_dv // in_one)),
         )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
@@ -197,8 +219,9 @@ def expanded_scales(
         ValueError: see `paged_batch`.
     """
     given = (key_scale, value_scale)
-    is_fp8 = [each.dtype == torch.float8_e4m3fn for each in (key_pages, value_pages)]
-    if is_fp8 != [each is not None for each in given] or is_fp8[0] != is_fp8[1]:
+    is_fp8 = [key_pages.dtype in FP8, value_pages.dtype in FP8]
+    has_one_type = key_pages.dtype == value_pages.dtype
+    if is_fp8 != [each is not None for each in given] or not has_one_type:
         raise ValueError(
             f"keys in {key_pages.dtype}, values in {value_pages.dtype}, "
             f"{sum(each is not None for each in given)} scales: expected both in FP8 with "
@@ -240,10 +263,11 @@ def find_tokens(
         is_valid = (tokens >= 0) & (tokens < length)
         tokens = tl.where(is_valid, tokens, 0)
     if PAGE_SIZE == 0:
-        slots = tokens.to(tl.int64)
-        first = batch.to(tl.int64)
+        slots = tokens
+        first = batch
     else:
-        slots = (tokens % PAGE_SIZE).to(tl.int64)
-        places = table_ptr + batch.to(tl.int64) * stride_table + tokens // PAGE_SIZE
-        first = tl.load(places, mask=is_valid, other=0).to(tl.int64)
+        numbers = tokens.to(tl.uint32)  # dividing numbers without sign takes fewer instructions
+        slots = numbers % PAGE_SIZE
+        places = table_ptr + batch.to(tl.int64) * stride_table + numbers // PAGE_SIZE
+        first = tl.load(places, mask=is_valid, other=0)
     return tokens, is_valid, slots, first

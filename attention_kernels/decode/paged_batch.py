@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache, expanded_scales
 from attention_kernels.decode.split_kv import PackedQueries, attend_to_cache
+from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.shape_checks import vector
 from attention_kernels.options import PLAIN, AttentionOptions
 from attention_kernels.portable.paged_prefill import paged_prefill
@@ -47,7 +48,7 @@ def paged_batch(
     Args:
         query_THD: (Tq, Hq, D) float16, bfloat16 or float32, D ≤ 256, any strides.
         key_pages: (P, page_size, Hkv, D) in the query's type, any page size and strides, or in
-            float8_e4m3fn with scales.
+            float8_e4m3fn or float8_e5m2 with scales.
         value_pages: (P, page_size, Hkv, Dv). If this is the view `key_pages[..., :Dv]`, as in
             absorbed MLA, D may be 640 and Dv 512, with at most 16 queries per sequence.
         block_table: (B, N) int32, pages of each sequence. Entries after its last page are not read.
@@ -94,24 +95,34 @@ def paged_batch(
         )
     if tokens and decoded < longest_query:
         assert cache.block_table is not None
-        paged_prefill(
-            query_THD,
-            key_pages,
-            value_pages,
-            cache.block_table,
-            lengths_B,
-            q_offsets_B,
-            output,
-            lse,
-            is_causal,
-            scale=scale,
-            key_scale=scales[0],
-            value_scale=scales[1],
-            sinks=sinks,
-            options=options,
-            decoded=decoded,
-        )
+        pages = (query_THD, key_pages, value_pages, cache.block_table, lengths_B, q_offsets_B)
+        more: dict[str, Any] = {
+            "scale": scale,
+            "sinks": sinks,
+            "options": options,
+            "decoded": decoded,
+        }
+        if is_read_on_hopper(query_THD, key_pages, value_pages, scale):
+            # Gluon is imported only on a GPU that supports it.
+            from attention_kernels.hopper.paged_prefill_hopper import attend_to_pages
+
+            attend_to_pages(*pages, longest_query, output, lse, is_causal, **more)
+        else:
+            paged_prefill(
+                *pages, output, lse, is_causal, key_scale=scales[0], value_scale=scales[1], **more
+            )
     return output if lse is None else (output, lse)
+
+
+def is_read_on_hopper(
+    query_THD: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float | None
+) -> bool:
+    """Return whether the Hopper kernel reads these pages."""
+    if not has_gluon_kernels(query_THD.device):
+        return False
+    from attention_kernels.hopper.paged_prefill_hopper import reads_pages
+
+    return reads_pages(query_THD, key_pages, value_pages, scale)
 
 
 def decoded_queries(longest_query: int, group: int, dtype: torch.dtype) -> int:

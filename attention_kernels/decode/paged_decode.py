@@ -30,7 +30,7 @@ def paged_decode(
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
-        key_pages: (P, page_size, Hkv, D), any page size, any strides; float8_e4m3fn with scales.
+        key_pages: (P, page_size, Hkv, D), any page size, any strides; FP8 with scales.
         value_pages: (P, page_size, Hkv, Dv).
         block_table: (B, N) int32: token t of sequence b is in page `block_table[b, t // page_size]`
             at position `t % page_size`. Entries after a sequence's last page are not read.

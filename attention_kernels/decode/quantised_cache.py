@@ -90,6 +90,7 @@ class QuantisedCache:
 
     indices: ClassVar[None] = None
     tail: ClassVar[int] = 0
+    in_pairs: ClassVar[bool] = False
 
     @property
     def page_size(self) -> int:

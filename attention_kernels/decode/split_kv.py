@@ -211,6 +211,8 @@ class PlannedDecode(NamedTuple):
     """Size of the scratch memory for the parts, in float32 numbers; 0 if there is only one part."""
     counters: int
     return_lse: bool
+    in_pairs: bool
+    """True if two FP8 numbers are read as one of 16 bits."""
 
     def run(
         self,
@@ -234,6 +236,8 @@ class PlannedDecode(NamedTuple):
             output = query.new_empty(*self.output_shape)
         if self.return_lse and packed is None:
             lse = query.new_empty(*self.output_shape[:3], dtype=torch.float32)
+        if self.in_pairs:
+            key, value = key.view(torch.int16), value.view(torch.int16)
         if self.parts_numbers:
             parts, counters = workspace(self.parts_numbers, self.counters, query.device)
         self.call.launch(
@@ -312,13 +316,16 @@ def _plan_call(
         mask_strides = mask.stride()
         is_shared = all(mask.shape[axis] == 1 or mask_strides[axis] == 0 for axis in (1, 2))
         mask_kind = 1 if is_shared else 2
+    key, value = cache.key, cache.value
+    if cache.in_pairs:
+        key, value = key.view(torch.int16), value.view(torch.int16)
     launch = Launch(
         split_kv_kernel,
         (programs, splits, cut.row_blocks),
         query.device,
         named("stride_query_", ("batch", "head", "token", "dim"), query.stride())
-        | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(cache.key))
-        | named("stride_value_", ("first", "head", "token", "dim"), cache.strides(cache.value))
+        | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(key))
+        | named("stride_value_", ("first", "head", "token", "dim"), cache.strides(value))
         | named("stride_mask_", ("batch", "head", "query", "token"), mask_strides)
         | {
             "scale": scale,
@@ -347,6 +354,8 @@ def _plan_call(
             "MASK": mask_kind,
             "PAGE_SIZE": cache.page_size,
             "HAS_DESCRIPTORS": has_descriptors,
+            "IN_PAIRS": cache.in_pairs,
+            "IS_E5M2": cache.key.dtype == torch.float8_e5m2,
             "BLOCK_M": cut.block_m,
             "BLOCK_N": tiles.block_n,
             "BLOCK_D": cut.block_d,
@@ -362,6 +371,7 @@ def _plan_call(
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
     )
     descriptors = None
     if has_descriptors:
@@ -372,6 +382,7 @@ def _plan_call(
         programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
         heads_of_keys * cut.row_blocks * (COUNTERS_TOGETHER.value if merged.together else 1),
         return_lse,
+        cache.in_pairs,
     )
 
 

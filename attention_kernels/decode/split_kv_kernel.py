@@ -30,6 +30,16 @@ from attention_kernels.decode.split_kv_assignment import (
     seen_positions,
 )
 from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER, merge, store_rows
+from attention_kernels.tiles.addresses import steps_to
+from attention_kernels.tiles.fp8_pairs import (
+    even_columns,
+    first_halves,
+    halves_of_query,
+    in_units,
+    odd_columns,
+    row_units,
+    second_halves,
+)
 from attention_kernels.tiles.high_low_parts import (
     LOG2_LARGEST_FP8,
     LOG2_LARGEST_INT8,
@@ -37,7 +47,7 @@ from attention_kernels.tiles.high_low_parts import (
     high_low_product,
 )
 from attention_kernels.tiles.masking import in_base_2
-from attention_kernels.tiles.matmul import INTERPRETED, matmul
+from attention_kernels.tiles.matmul import matmul
 from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, softmax_step, tanh
 
 
@@ -113,6 +123,8 @@ def split_kv_kernel(
     MASK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    IS_E5M2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,7 +152,8 @@ def split_kv_kernel(
     With `q_starts_ptr`, the queries of all sequences are packed: `q_tokens` queries in all, and a
     sequence that has none or more than `q_len` of them is left to another kernel. With
     `key_factor_ptr` and `value_factor_ptr`, keys and values are in FP8, in units of one number for
-    each sequence and key head.
+    each sequence and key head. With IN_PAIRS, key and value are int16, two FP8 numbers each
+    (`fp8_pairs.py`); sizes count FP8 numbers, but strides count pairs.
 
     `cap` is in base 2. With a cap, `scale` is the factor of the exponent in tanh. If BLOCK_TAIL is
     not 0, `head_dim` is the size of the key without its tail: Dv.
@@ -151,6 +164,10 @@ def split_kv_kernel(
     # Base-2 logarithm of the number that represents a weight of 1.
     LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
     LOG2_UNIT: tl.constexpr = LOG2_LARGEST if IS_8_BIT else 0.0
+    IN_ONE: tl.constexpr = 2 if IN_PAIRS else 1  # numbers in an element of the cache
+    K_COLUMNS: tl.constexpr = BLOCK_D // IN_ONE
+    TAIL_COLUMNS: tl.constexpr = BLOCK_TAIL // IN_ONE
+    V_COLUMNS: tl.constexpr = BLOCK_DV // IN_ONE
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
@@ -231,19 +248,19 @@ def split_kv_kernel(
             mask=has_row[:, None] & has_tail[None, :],
             other=0.0,
         )
-        tail_dims = tail.to(tl.int64) * stride_key_dim
     row_factors = scale * LOG2_E
     if IS_FP8:
-        # Float16 holds all FP8 numbers, and a GPU converts FP8 to it in one step.
-        units = tl.max(tl.abs(query.to(tl.float32)), axis=1)
+        units = row_units(query)
         if BLOCK_TAIL != 0:
-            units = tl.maximum(units, tl.max(tl.abs(query_tail.to(tl.float32)), axis=1))
-        units = tl.where(units == 0.0, 1.0, units)[:, None]
-        query = (query.to(tl.float32) / units).to(tl.float16)
-        if BLOCK_TAIL != 0:
-            query_tail = (query_tail.to(tl.float32) / units).to(tl.float16)
+            units = tl.maximum(units, row_units(query_tail))
+            query_tail = in_units(query_tail, units)
+        query = in_units(query, units)
+        if IN_PAIRS:
+            query, query_rest = halves_of_query(query, BLOCK_M, BLOCK_D)
+            if BLOCK_TAIL != 0:
+                query_tail, query_tail_rest = halves_of_query(query_tail, BLOCK_M, BLOCK_TAIL)
         key_factor_ptr += batch.to(tl.int64) * stride_key_factor_sequence
-        row_factors *= units * tl.load(key_factor_ptr + kv_head * stride_key_factor_head)
+        row_factors *= units[:, None] * tl.load(key_factor_ptr + kv_head * stride_key_factor_head)
     if IS_8_BIT:
         key_mean_ptr += head * head_dim
         query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim, IS_INT8)
@@ -256,8 +273,18 @@ def split_kv_kernel(
     if not HAS_DESCRIPTORS:
         key_ptr += kv_head.to(tl.int64) * stride_key_head
         value_ptr += kv_head.to(tl.int64) * stride_value_head
-    key_dims = dims.to(tl.int64) * stride_key_dim
-    value_dims = columns.to(tl.int64) * stride_value_dim
+        # Pointers to the columns of a token in slot 0 of the first page or batch element.
+        k_columns = tl.arange(0, K_COLUMNS)
+        has_k_column = k_columns < head_dim // IN_ONE
+        key_columns = key_ptr + k_columns.to(tl.int64) * stride_key_dim
+        v_columns = tl.arange(0, V_COLUMNS)
+        has_v_column = v_columns < v_dim // IN_ONE
+        value_columns = value_ptr + v_columns.to(tl.int64) * stride_value_dim
+        if BLOCK_TAIL != 0:
+            tail_columns = tl.arange(0, TAIL_COLUMNS)
+            has_tail_column = tail_columns < tail_dim // IN_ONE
+            tail_columns += head_dim // IN_ONE
+            tail_columns = key_ptr + tail_columns.to(tl.int64) * stride_key_dim
     length = kv_len
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + batch)
@@ -294,7 +321,9 @@ def split_kv_kernel(
     # Sums are kept per key of a block and added up at the end, because a sum over warps at each
     # block would make the warps wait for each other.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    # With pairs, the even columns; the odd columns are apart.
+    output = tl.zeros((BLOCK_M, V_COLUMNS), tl.float32)
+    odd_output = output
     for first in range(begin, end, BLOCK_N):
         block_begin = first
         if ENDS_WHOLE:
@@ -328,33 +357,33 @@ def split_kv_kernel(
                 scale_row = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK + inside
             key = key_ptr.load([place, kv_head, key_row, 0]).reshape(BLOCK_N, BLOCK_D)
         elif HAS_DESCRIPTORS:
-            key = key_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_D)
+            key = key_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, K_COLUMNS)
         else:
-            key_rows = first_axis * stride_key_first + slots * stride_key_token
+            key_rows = steps_to(first_axis, stride_key_first) + steps_to(slots, stride_key_token)
             key = tl.load(
-                key_ptr + key_rows[:, None] + key_dims[None, :],
-                mask=is_valid[:, None] & has_dim[None, :],
+                key_columns[None, :] + key_rows[:, None],
+                mask=is_valid[:, None] & has_k_column[None, :],
                 other=0.0,
             )
-        if IS_FP8:
-            key = _in_float16(key)
         if IS_8_BIT:
             scores = high_low_product(query, key)
         else:
             scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if BLOCK_TAIL != 0:
             if HAS_DESCRIPTORS:
-                key_tail = value_ptr.load([place, kv_head, row, BLOCK_D])
-                key_tail = key_tail.reshape(BLOCK_N, BLOCK_TAIL)
+                key_tail = value_ptr.load([place, kv_head, row, K_COLUMNS])
+                key_tail = key_tail.reshape(BLOCK_N, TAIL_COLUMNS)
             else:
                 key_tail = tl.load(
-                    key_ptr + key_rows[:, None] + tail_dims[None, :],
-                    mask=is_valid[:, None] & has_tail[None, :],
+                    tail_columns[None, :] + key_rows[:, None],
+                    mask=is_valid[:, None] & has_tail_column[None, :],
                     other=0.0,
                 )
-            if IS_FP8:
-                key_tail = _in_float16(key_tail)
-            scores = matmul(query_tail, tl.trans(key_tail), scores)
+            if IN_PAIRS:
+                tail_rest = tl.trans(second_halves(key_tail, IS_E5M2))
+                scores = matmul(query_tail_rest, tail_rest, scores)
+                key_tail = first_halves(key_tail, IS_E5M2)
+            scores = matmul(query_tail, tl.trans(key_tail.to(query_tail.dtype)), scores)
         if IS_8_BIT:
             # The block's pointers come first, so that offsets of keys are the same in all blocks.
             key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
@@ -362,7 +391,12 @@ def split_kv_kernel(
             value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
             scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
         else:
-            scores = matmul(query, tl.trans(key), scores) * row_factors
+            halves = key
+            if IN_PAIRS:
+                rest = tl.trans(second_halves(key, IS_E5M2))
+                scores = matmul(query_rest, rest, scores)
+                halves = first_halves(key, IS_E5M2)
+            scores = matmul(query, tl.trans(halves.to(query.dtype)), scores) * row_factors
         if cap is not None:
             scores = cap * tanh(scores)
         if MASK != 0:
@@ -407,18 +441,24 @@ def split_kv_kernel(
             if BLOCK_TAIL != 0:
                 value = key
             elif HAS_DESCRIPTORS:
-                value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
+                value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, V_COLUMNS)
             else:
-                value_rows = first_axis * stride_value_first + slots * stride_value_token
+                value_rows = steps_to(first_axis, stride_value_first)
+                value_rows += steps_to(slots, stride_value_token)
                 value = tl.load(
-                    value_ptr + value_rows[:, None] + value_dims[None, :],
-                    mask=is_valid[:, None] & has_column[None, :],
+                    value_columns[None, :] + value_rows[:, None],
+                    mask=is_valid[:, None] & has_v_column[None, :],
                     other=0.0,
                 )
-            if IS_FP8:
-                value = _in_float16(value)
-            output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
+            weights = weights.to(query.dtype)
+            if IN_PAIRS:
+                odd_output = odd_output * rescale[:, None]
+                odd_output = matmul(weights, odd_columns(value, IS_E5M2), odd_output)
+                value = even_columns(value, IS_E5M2)
+            output = matmul(weights, value.to(query.dtype), output * rescale[:, None])
 
+    if IN_PAIRS:
+        output = tl.join(output, odd_output).reshape(BLOCK_M, BLOCK_DV)
     total = tl.sum(totals, axis=1)
     if sinks_ptr is not None:
         # Sinks count as keys of the first part.
@@ -492,20 +532,6 @@ def split_kv_kernel(
             output, maximum, total, LOG2_UNIT, output_ptr, lse_ptr, rows, has_row, columns,
             has_column, v_dim, steps,
         )  # fmt: skip
-
-
-@triton.jit
-def _in_float16(numbers):
-    """Return FP8 numbers in float16, converted before they are moved between threads.
-
-    Otherwise Triton moves them as FP8 to the threads whose products need them, byte by byte.
-    """
-    numbers = numbers.to(tl.float16)
-    if not INTERPRETED:
-        numbers = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2
-        )
-    return numbers
 
 
 @triton.jit

@@ -14,9 +14,6 @@ SHORTEST = 128
 LONG = 4096
 """Minimum number of keys per program for which two programs on a multiprocessor look up tokens
 faster than one."""
-RESIDENT = 2
-"""Number of programs that a multiprocessor holds at once in most tilings, enough to keep memory
-busy."""
 MOST_SHARES = 8
 """Maximum number of parts per multiprocessor. More parts balance the work better, but start more
 programs."""
@@ -55,14 +52,28 @@ class Tiles(NamedTuple):
     block_n: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Maximum number of registers of a thread; None for the compiler's choice."""
+    resident: int = 2
+    """Number of programs that a multiprocessor has room for."""
 
 
 # The first entry of an access that is large enough is used; "pages" is for pages that are read
 # through descriptors. With 128 keys and a head_dim of 128, a block of an 8-bit cache takes 32 KiB:
 # a multiprocessor has room for two programs of three blocks, or for two programs of two blocks and
 # the weights of 32 rows. The wide output of MLA with more than 16 heads needs the registers of 8
-# warps.
-TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
+# warps. FP8 halves the bytes of a block but not the time from its load to its end, so more programs
+# must be resident.
+TILES: dict[Access | Literal["pages", "fp8"], tuple[Tiles, ...]] = {
+    "fp8": (
+        Tiles(16, 64, 128, 4, 3, registers=128, resident=4),
+        Tiles(16, 128, 64, 4, 3, registers=128, resident=4),
+        Tiles(64, 64, 128, 4, 3),
+        Tiles(64, 128, 64, 4, 3),
+        Tiles(64, 256, 64, 8, 3),
+        Tiles(16, 512, 64, 8, 2, registers=128),
+        Tiles(32, 512, 64, 8, 2, resident=1),
+    ),
     "quantised": (
         Tiles(32, 64, 128, 4, 4),
         Tiles(16, 128, 128, 4, 3),
@@ -120,6 +131,8 @@ class Tiling(NamedTuple):
     the sequence; 0 for equal parts. `splits` is then the largest number of parts of a sequence."""
     most_parts: int = 0
     """Maximum number of such parts: those of a long sequence are longer."""
+    registers: int | None = None
+    """Maximum number of registers of a thread; None for the compiler's choice."""
 
 
 class Plan(NamedTuple):
@@ -201,31 +214,33 @@ def plan(
             on `heads`, `positions`, `processors` and `sequences`; else 0.
         itemsize: size of an element of the cache in bytes.
     """
-    # In 8 bits a row is two columns of a product (`high_low_parts.py`); 32 rows fill the registers.
-    least, most = (8, 32) if access == "quantised" else (16, 64)
-    block_m = min(max(least, 1 << (rows - 1).bit_length()), most)
-    row_blocks = -(-rows // block_m)
+    is_fp8 = itemsize == 1 and access != "quantised"
     block_dv = _side(v_dim)
     block_d, block_tail = (block_dv, _side(tail)) if tail else (_side(head_dim), 0)
     if access == "quantised":
         block_d = max(block_d, 32)  # number of bytes that a tensor core sums at once
     widest = max(block_d, block_dv)
+    # In 8 bits a row is two columns of a product (`high_low_parts.py`); 32 rows fill the registers.
+    # In FP8, as many rows of MLA do.
+    least, most = (8, 32) if access == "quantised" else (16, 64)
+    if is_fp8 and widest > 256:
+        most = 32
+    block_m = min(max(least, 1 << (rows - 1).bit_length()), most)
+    row_blocks = -(-rows // block_m)
     in_blocks = access == "described" and largest_block is not None
-    _, _, block_n, warps, stages = next(
-        tiles
-        for tiles in TILES["pages" if in_blocks else access]
-        if block_m <= tiles.rows and widest <= tiles.widest
-    )
+    sizes = TILES["fp8" if is_fp8 else "pages" if in_blocks else access]
+    tiles = next(each for each in sizes if block_m <= each.rows and widest <= each.widest)
+    block_n, warps = tiles.block_n, tiles.warps
     if largest_block is not None and access == "described":
         block_n = min(block_n, largest_block)
     # One program per multiprocessor moves as many bytes as several do, unless the program has to
-    # look up the tokens of long sequences.
-    splits = processors // (heads * row_blocks)
-    if access == "indirect" and positions > splits * LONG:
+    # look up the tokens of long sequences, or the bytes are few for the time of a block.
+    splits = processors * (tiles.resident if is_fp8 else 1) // (heads * row_blocks)
+    if access == "indirect" and not is_fp8 and positions > splits * LONG:
         splits *= 2
     # With half as many bytes or twice as many rows, two programs per multiprocessor hide each
     # other's latency.
-    if access == "quantised" or (block_m == 32 and widest <= 128):
+    if access == "quantised" or (block_m == 32 and widest <= 128 and not is_fp8):
         splits *= 2
     # The time of loading is proportional to bytes / splits, that of merging to bytes · splits. The
     # sum is smallest if the two times are equal. A program loads about twice as fast as it merges.
@@ -246,14 +261,15 @@ def plan(
         splits = max(1, min(most_parts, -(-positions // part)))
     elif 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
-        resident = max(1, RESIDENT * processors // row_blocks)
+        resident = max(1, tiles.resident * processors // row_blocks)
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
         if access == "described" and widest > 256:
-            # A multiprocessor has room for one program. Equal sequences have up to one extra part
-            # each, for which `resident` leaves room in the turn. Merging parts of 512 numbers per
-            # row takes long, so there is only one turn more than the heads fill: 108 % of the floor
-            # with 64 heads, compared with 109 % with only the first turn and 98 % with eight turns.
-            turn = max(1, processors // row_blocks)
+            # A multiprocessor has room for one program in 16 bits. Equal sequences have up to one
+            # extra part each, for which `resident` leaves room in the turn. Merging parts of 512
+            # numbers per row takes long, so there is only one turn more than the heads fill: 108 %
+            # of the floor with 64 heads, compared with 109 % with only the first turn and 98 % with
+            # eight turns.
+            turn = max(1, processors * (tiles.resident if is_fp8 else 1) // row_blocks)
             resident = max(1, turn - heads)
             shares = max(1, min(-(-heads // turn) + 1, shares // turn)) * turn - heads
         assignment = KeyAssignment(
@@ -264,7 +280,7 @@ def plan(
     if widest <= 64 and not is_merged and access == "direct":
         warps = 8
     return Plan(
-        Tiling(block_n, warps, stages, splits, assignment, part, most_parts),
+        Tiling(block_n, warps, tiles.stages, splits, assignment, part, most_parts, tiles.registers),
         row_blocks,
         block_m,
         block_d,

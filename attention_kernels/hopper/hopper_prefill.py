@@ -168,6 +168,7 @@ def forward_hopper(
         lse,
         None if sinks is None else sinks.contiguous(),
         *((None, None, None) if lengths is None else lengths[3:]),
+        None,
         *(visited or (None, None)),
         *planned.call.room(query.device),
     )
@@ -318,6 +319,9 @@ def _planned(
             "mask_head": None if mask is None else int(mask[0][1] > 1),
             "visit_batch": visit_batch,
             "visit_head": visit_head,
+            "stride_table": None,
+            "sequences": None,
+            "decoded": None,
             "stride_output_batch": strides[3][0] if has_pointer and not is_packed else None,
             "stride_output_head": strides[3][1] if has_pointer else None,
             "stride_output_token": strides[3][2] if has_pointer else None,
@@ -333,12 +337,13 @@ def _planned(
             "BY_LENGTH": right is not None,
             "ALIGNED_TO": queries if is_aligned else None,
             "V_HEAD_DIM": v_head_dim if has_pointer else dims.of_value,
+            "PAGE_SIZE": 0,
             **work_of(q_heads, group, blocks, bundles, head_group, programs),
             **arguments_of(cut),
         },
         num_warps=4,
     )
-    tiles_of = functools.partial(_descriptor, dtype=dtype)
+    tiles_of = functools.partial(tile_descriptor, dtype=dtype)
     query, key, value, output = zip(shapes, strides, strict=True)
     descriptors = (
         tiles_of(*query, ROWS.value, dims.main),
@@ -349,7 +354,7 @@ def _planned(
         tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
         tiles_of(*value, plan.keys, dims.value_rest) if dims.value_rest else None,
         tiles_of(*output, ROWS.value, dims.value_rest) if dims.value_rest else None,
-        mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
+        mask and tile_descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
     call_plan = PlannedCall(
         launch, descriptors, memory_for(cut, programs, plan.consumers, dims.of_value)
@@ -361,7 +366,7 @@ def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
     return None if tensor is None else (tensor.dtype, tensor.device)
 
 
-def _descriptor(
+def tile_descriptor(
     shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
 ) -> TensorDescriptor:
     """Return a descriptor of tiles for TMA; it holds no memory and is moved by `at`.

@@ -40,6 +40,7 @@ from attention_kernels.hopper.key_ranges import (
 )
 from attention_kernels.hopper.mask_blocks import fill_mask
 from attention_kernels.hopper.output import Outputs, finish, sink_of
+from attention_kernels.hopper.pages import PageTable, tile_in_pages
 from attention_kernels.hopper.persistent import (
     Work,
     blocks_of_tile,
@@ -53,6 +54,7 @@ from attention_kernels.hopper.pipeline import (
     VALUE,
     clear,
     fill,
+    fill_from_pages,
     fill_shared,
     make_ring,
     make_shared_ring,
@@ -98,7 +100,7 @@ class PrefillRings(NamedTuple):
         "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
         "turns", "blocks", "bundles", "head_group", "group_numbers", "share_row", "share_each",
         "of_q_heads", "of_group", "of_head_groups", "of_head_group", "of_last", "mask_batch",
-        "mask_head", "visit_batch", "visit_head",
+        "mask_head", "visit_batch", "visit_head", "stride_table", "sequences", "decoded",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -117,6 +119,7 @@ def prefill_kernel(
     q_offsets,
     k_starts,
     k_lengths,
+    table,
     visited,
     visit_counts,
     parts_ptr,
@@ -146,6 +149,9 @@ def prefill_kernel(
     mask_head,
     visit_batch,
     visit_head,
+    stride_table,
+    sequences,
+    decoded,
     stride_output_batch,
     stride_output_head,
     stride_output_token,
@@ -161,6 +167,7 @@ def prefill_kernel(
     BY_LENGTH: gl.constexpr,
     ALIGNED_TO: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):
     """Set up a persistent program's shared memory, and start its loading warp and its consumers.
 
@@ -170,12 +177,18 @@ def prefill_kernel(
     `right`, `cap`, and `output` with its strides (as in `Outputs`). `mask_batch` and `mask_head`
     are 1, or 0 if all batch elements or heads share one mask. A packed call has one batch element
     in memory: `q_len` is the length of the longest sequence, and `rows` is the total number of
-    queries. BY_LENGTH: tiles differ in length; the longest come first.
+    queries. BY_LENGTH: tiles differ in length; the longest come first. With PAGE_SIZE, the keys of
+    a packed call lie in pages (`pages.PageTable`), and a box of the descriptors of key and value is
+    a part of a page.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon has no such syntax)
-    key_shape: gl.constexpr = [STAGES] + k_desc.block_type.shape  # noqa: RUF005
-    value_shape: gl.constexpr = [STAGES] + v_desc.block_type.shape  # noqa: RUF005
+    K_BLOCK: gl.constexpr = (
+        [1, 1, KEYS, q_desc.block_type.shape[3]] if PAGE_SIZE else k_desc.block_type.shape
+    )
+    V_BLOCK: gl.constexpr = [1, 1, KEYS, V_HEAD_DIM] if PAGE_SIZE else v_desc.block_type.shape
+    key_shape: gl.constexpr = [STAGES] + K_BLOCK  # noqa: RUF005
+    value_shape: gl.constexpr = [STAGES] + V_BLOCK  # noqa: RUF005
     output_shape: gl.constexpr = [CONSUMERS] + o_desc.block_type.shape  # noqa: RUF005
     q_buffers = gl.allocate_shared_memory(dtype, query_shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, key_shape, k_desc.layout)
@@ -218,9 +231,12 @@ def prefill_kernel(
     lists = None
     if visited is not None:
         lists = (visited, visit_counts, visit_batch, visit_head)
+    pages = None
+    if table is not None:
+        pages = PageTable(table, stride_table, sequences, decoded, PAGE_SIZE)
     bounds = CallBounds(
         q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, lists,
-        ALIGNED_TO,
+        ALIGNED_TO, pages,
     )  # fmt: skip
     share = None
     if parts_ptr is not None:
@@ -298,7 +314,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     if rings.bias is not None:
         mask_ring = rings.bias
     for turn in range(turns_of_program(work, BY_LENGTH)):
-        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        batch, q_head, block = _tile_of(turn, work, bounds, QUERIES, HEADS, BY_LENGTH)
         kv_head = quotient(q_head, of_group)
         element = element_bounds_of(batch, bounds)
         first = first_query_of(block, element, bounds, QUERIES)
@@ -319,7 +335,13 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                     has_mask = i < gl.maximum(visited[3], 1)
                 stage, phase = count % STAGES, count // STAGES
                 at = [memory_batch, kv_head, key, 0]
-                fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
+                if bounds.pages is None:
+                    fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
+                else:
+                    _fill_from_pages(
+                        rings.key, k_desc, batch, kv_head, key, element, bounds, stage, phase,
+                        KEY, CONSUMERS,
+                    )  # fmt: skip
                 if i == 0:  # not earlier: consumers release queries last
                     for who in gl.static_range(CONSUMERS):
                         row = element.q_start + first + who // HEADS * ROWS
@@ -330,9 +352,41 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                         own = [batch * mask_batch, q_head, first, key]
                         fill_mask(mask_ring, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
                         masks += 1
-                fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS, v_rest)
+                if bounds.pages is None:
+                    fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS, v_rest)
+                else:
+                    _fill_from_pages(
+                        rings.value, v_desc, batch, kv_head, key, element, bounds, stage, phase,
+                        VALUE, CONSUMERS,
+                    )  # fmt: skip
                 count += 1
             done += 1
+
+
+@gluon.jit
+def _tile_of(
+    turn, work, bounds, QUERIES: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr
+):
+    """Return the batch element, first query head and block of queries of a turn."""
+    if bounds.pages is None:
+        tile = tile_of(turn, work, HEADS, BY_LENGTH)
+    else:
+        tile = tile_in_pages(turn, work, bounds, QUERIES, HEADS)
+    return tile
+
+
+@gluon.jit
+def _fill_from_pages(
+    ring, desc, batch, kv_head, key, element, bounds, index, phase, WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Call `fill_from_pages` for a sequence."""
+    pages = bounds.pages
+    own = pages.table + batch.to(gl.int64) * pages.stride
+    last = gl.maximum(element.kv_len - 1, 0)
+    fill_from_pages(
+        ring, desc, own, kv_head, key, last, index, phase, WHICH, CONSUMERS, pages.PAGE_SIZE
+    )
 
 
 @gluon.jit
@@ -352,7 +406,7 @@ def _attend(
     masks = 0
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
-        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        batch, q_head, block = _tile_of(turn, work, bounds, QUERIES, HEADS, BY_LENGTH)
         q_head += WHO % HEADS
         element = element_bounds_of(batch, bounds)
         first = first_query_of(block, element, bounds, QUERIES)

@@ -46,6 +46,8 @@ class CallBounds(NamedTuple):
     aligned_to: Any = None
     """Number of queries in a tile, if the diagonal key of each tile's first query is a multiple of
     that number; None if a batch element's first tile begins at its first query."""
+    pages: Any = None
+    """A `pages.PageTable` if the keys of a packed call lie in pages."""
 
 
 class ElementBounds(NamedTuple):
@@ -74,10 +76,13 @@ def element_bounds_of(batch, bounds):
     if bounds.q_offsets is not None:
         q_start = gl.load(bounds.q_offsets + batch).to(gl.int32)
         q_len = gl.load(bounds.q_offsets + batch + 1).to(gl.int32) - q_start
-        k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
-        kv_len = gl.load(bounds.k_starts + batch + 1).to(gl.int32) - k_start
-        if bounds.k_lengths is not None:
-            kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch).to(gl.int32))
+        if bounds.pages is not None:
+            kv_len = gl.load(bounds.k_lengths + batch).to(gl.int32)
+        else:
+            k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
+            kv_len = gl.load(bounds.k_starts + batch + 1).to(gl.int32) - k_start
+            if bounds.k_lengths is not None:
+                kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch).to(gl.int32))
     elif bounds.k_lengths is not None:
         kv_len = gl.load(bounds.k_lengths + batch).to(gl.int32)
         if bounds.k_starts is not None:

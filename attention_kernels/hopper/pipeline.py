@@ -115,10 +115,45 @@ def fill_shared(
     """Call `fill` for the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
         if phase > 0:
-            _barrier("bar.sync", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+            named_barrier("bar.sync", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
         _copy(ring, desc, place, index, rest)
     else:
         fill(ring, desc, place, index, phase, rest)
+
+
+@gluon.jit
+def fill_from_pages(
+    ring, desc, table, kv_head, key, last, index, phase, WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Load the block of keys from number `key` on from the pages of a sequence.
+
+    A box of the descriptor holds rows of one page and 128 bytes of each row. In shared memory, such
+    columns of all rows of a block are adjacent, so a box is a contiguous part of the block.
+
+    Args:
+        table: pointer to the numbers of the sequence's pages.
+        last: last key of the sequence. Boxes after it are replaced by the box that holds it.
+    """
+    if CONSUMERS == CONSUMERS_NAMED:
+        if phase > 0:
+            named_barrier("bar.sync", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+    else:
+        mbarrier.wait(ring.empty.index(index), (phase & 1) ^ 1)
+    full, block = ring.full.index(index), ring.buffers.index(index)
+    BOX: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    BOXES: gl.constexpr = block.shape[2] // BOX
+    PIECES: gl.constexpr = block.shape[3] // COLUMNS
+    mbarrier.expect(full, BOXES * PIECES * desc.block_type.nbytes)
+    for i in gl.static_range(BOXES):
+        first = gl.minimum(key + i * BOX, last)
+        page = gl.load(table + first // PAGE_SIZE)
+        row = first % PAGE_SIZE // BOX * BOX
+        rows = block.slice(i * BOX, BOX, dim=2)
+        for j in gl.static_range(PIECES):
+            part = rows.slice(j * COLUMNS, COLUMNS, dim=3)
+            tma_load(desc, [page, kv_head, row, j * COLUMNS], full, part)
 
 
 @gluon.jit
@@ -151,7 +186,7 @@ def release(ring, index):
 def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
     """Call `release` for the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
-        _barrier("bar.arrive", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+        named_barrier("bar.arrive", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
     else:
         release(ring, index)
 
@@ -185,7 +220,7 @@ def clear(buffer, count):
 @gluon.jit
 def wait_for_turn(WHO: gl.constexpr):
     """Wait for the turn of consumer number WHO."""
-    _barrier("bar.sync", gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * WARP_GROUP))
+    named_barrier("bar.sync", gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * WARP_GROUP))
 
 
 @gluon.jit
@@ -235,7 +270,7 @@ def _wait_after(sums, WHO: gl.constexpr, THREADS: gl.constexpr):
 @gluon.jit
 def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
     """Give the turn to the next consumer."""
-    _barrier(
+    named_barrier(
         "bar.arrive",
         gl.to_tensor(FIRST_NUMBER + (WHO + 1) % CONSUMERS),
         gl.to_tensor(2 * WARP_GROUP),
@@ -256,7 +291,7 @@ def _everyone(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _barrier(OPERATION: gl.constexpr, number, threads):
+def named_barrier(OPERATION: gl.constexpr, number, threads):
     """Arrive at a named barrier for `threads` threads: `bar.sync` waits, `bar.arrive` does not."""
     PTX: gl.constexpr = OPERATION + " $1, $2; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(

@@ -137,9 +137,9 @@ def forward_kernel(
     stride_oh = tl.cast(stride_oh, tl.int64) * OUTPUT_UNIT
     stride_om = tl.cast(stride_om, tl.int64) * OUTPUT_UNIT
 
-    tile, batch, head = _tile(tl.program_id(0), tiles, heads, batches, head_group)
+    tile, batch, head = tile_of(tl.program_id(0), tiles, heads, batches, head_group)
     kv_head = head // group
-    q_start, q_end, k_start, k_end, diagonal = _rows(
+    q_start, q_end, k_start, k_end, diagonal = rows_of(
         batch, q_offsets, k_starts, k_lengths, q_len, k_len, IS_BOTTOM_RIGHT, LENGTHS
     )
     batch_in_memory = batch
@@ -230,7 +230,7 @@ def forward_kernel(
 
 
 @triton.jit
-def _tile(program, tiles, heads, batches, head_group):
+def tile_of(program, tiles, heads, batches, head_group):
     """Return a program's tile of queries, batch element and head.
 
     Programs run in the order of their numbers, `head_group` heads at a time, so that the keys stay
@@ -248,7 +248,7 @@ def _tile(program, tiles, heads, batches, head_group):
 
 
 @triton.jit
-def _rows(
+def rows_of(
     batch,
     q_offsets,
     k_starts,

@@ -110,7 +110,7 @@ def _plan(
     )
     check_head_dims(head_dim, v_dim)
     group = heads // kv_heads
-    tiles = tiles or paged_tiles(query.dtype, max(head_dim, v_dim))
+    tiles = tiles or paged_tiles(query.dtype, max(head_dim, v_dim), key.element_size() == 1)
     packed = min(group, tiles.rows)
     is_causal, left, right = window_sides(is_causal, options, q_tokens, room)
     scale, cap = base_2(scale, options.softcap)
@@ -158,10 +158,16 @@ def _plan(
     )
 
 
-def paged_tiles(dtype: torch.dtype, head_dim: int) -> PagedTiles:
-    """Return the sizes of `forward_tiles.blocks` for loads through pointers."""
+def paged_tiles(dtype: torch.dtype, head_dim: int, is_fp8: bool = False) -> PagedTiles:
+    """Return the sizes of `forward_tiles.blocks` for loads through pointers.
+
+    Each block of FP8 keys and values is converted through shared memory, and its warps wait for
+    each other twice, so blocks are larger.
+    """
     if dtype == torch.float32:  # exact products do not use the tensor cores
         return PagedTiles(32, 32, 4, 1)
     if head_dim <= 64:
         return PagedTiles(128, 64, 4, 3)
+    if is_fp8 and head_dim <= 128:
+        return PagedTiles(128, 128, 8, 2)
     return PagedTiles(128, 64, 8, 3) if head_dim <= 128 else PagedTiles(128, 32, 8, 2)

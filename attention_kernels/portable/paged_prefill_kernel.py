@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attention_kernels.tiles.addresses import steps_to
+from attention_kernels.tiles.fp8_pairs import in_units, row_units
 from attention_kernels.tiles.masking import may_see, stretches
 from attention_kernels.tiles.matmul import matmul
 from attention_kernels.tiles.online_softmax import LN_2, LOG2_E, add_sink, softmax_step, tanh
@@ -119,11 +121,14 @@ def paged_prefill_kernel(
     factors = scale
     if IS_FP8:
         # Float16 holds all FP8 numbers, and a GPU converts FP8 to it in one step.
-        units = tl.max(tl.abs(query.to(tl.float32)), axis=1)
-        units = tl.where(units == 0.0, 1.0, units)[:, None]
-        query = (query.to(tl.float32) / units).to(tl.float16)
+        units = row_units(query)
+        query = in_units(query, units)
         key_factor_ptr += sequence.to(tl.int64) * stride_key_factor_sequence
-        factors *= units * tl.load(key_factor_ptr + kv_head * stride_key_factor_head)
+        unit = tl.load(key_factor_ptr + kv_head * stride_key_factor_head)
+        # The kernel finds the maximum before it scales scores, so factors must be positive. They
+        # could be 0 if all queries or keys are.
+        query = tl.where(unit < 0.0, -query, query)
+        factors = tl.maximum(scale * units * tl.abs(unit), 2.0**-126)
     key_ptr += kv_head.to(tl.int64) * stride_key_head
     value_ptr += kv_head.to(tl.int64) * stride_value_head
     table_ptr += sequence.to(tl.int64) * stride_table
@@ -214,17 +219,16 @@ def _attend(
         if IS_FP8:
             key = key.to(tl.float16)
         scores = matmul(query, key.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
-        factor = factors
+        factor, row_factors = factors, factors
         if IS_FP8:
-            scores *= factors
-            factor = 1.0
+            factor = factors[:, None]
         if cap is not None:
             scores = tanh(scores * factor, query.dtype == tl.float32)
-            factor = cap
+            factor, row_factors = cap, cap
         if IS_BOUNDED:
             seen = may_see(diagonals, keys, last, left, right, IS_CAUSAL)
             scores = tl.where(seen, scores, float("-inf"))
-        largest = tl.max(scores, 1) * factor
+        largest = tl.max(scores, 1) * row_factors
         weights, maximum, rescale = softmax_step(scores, largest, maximum, factor)
         total = total * rescale + tl.sum(weights, 1)
         value = _load_tokens(
@@ -245,12 +249,14 @@ def _places(table_ptr, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constex
     """
     keys = start + tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < last, other=0)
+        pages = tl.load(table_ptr + start // PAGE_SIZE, mask=start < last, other=0)
+        pages = pages.to(tl.int64)
         slots = start % PAGE_SIZE + tl.arange(0, BLOCK_N)
     else:
-        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=keys < last, other=0)
-        slots = keys % PAGE_SIZE
-    return page.to(tl.int64), slots
+        numbers = keys.to(tl.uint32)  # dividing numbers without sign takes fewer instructions
+        pages = tl.load(table_ptr + numbers // PAGE_SIZE, mask=keys < last, other=0)
+        slots = numbers % PAGE_SIZE
+    return pages, slots
 
 
 @triton.jit
@@ -269,8 +275,12 @@ def _load_tokens(
 ):
     """Load (N, COLUMNS) of one head, with zeros past HEAD_DIM and for tokens from `last` on."""
     columns = tl.arange(0, COLUMNS)
-    places = pages * stride_page + slots * stride_token
-    pointers = source + places[:, None] + columns[None, :] * stride_dim
+    if pages.type.is_block():
+        places = steps_to(pages, stride_page) + steps_to(slots, stride_token)
+        pointers = (source + columns.to(tl.int64) * stride_dim)[None, :] + places[:, None]
+    else:  # most of the sum is the same for all blocks
+        places = pages * stride_page + slots * stride_token
+        pointers = source + places[:, None] + columns[None, :] * stride_dim
     if HEAD_DIM < COLUMNS:
         inside = columns[None, :] < HEAD_DIM
         if IS_BOUNDED:

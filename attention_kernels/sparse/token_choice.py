@@ -17,6 +17,7 @@ from torch import Tensor
 from attention_kernels.decode.kv_cache import Cache, find_tokens
 from attention_kernels.launch.launcher import Launch, PlanCache, layout, named
 from attention_kernels.launch.shape_checks import check_shapes
+from attention_kernels.tiles.addresses import steps_to
 from attention_kernels.tiles.matmul import matmul
 
 BLOCK_N = 64
@@ -65,7 +66,7 @@ def _score_kernel(
     tokens, is_valid, slots, first_axis = find_tokens(
         positions, positions < length, batch, length, None, table_ptr, stride_table, PAGE_SIZE
     )
-    key_rows = first_axis * stride_key_first + slots * stride_key_token
+    key_rows = steps_to(first_axis, stride_key_first) + steps_to(slots, stride_key_token)
     key_rows += kv_head.to(tl.int64) * stride_key_head
     key = tl.load(
         key_ptr + key_rows[:, None] + dims.to(tl.int64)[None, :] * stride_key_dim,

@@ -38,8 +38,10 @@ from attention_kernels.decode.contiguous_decode import contiguous_decode as deco
 from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.quantised_decode import quantised_decode
+from attention_kernels.hopper.hopper_backward import hopper_backward
 from attention_kernels.hopper.hopper_prefill import hopper_prefill
 from attention_kernels.options import AttentionOptions, Lengths
+from attention_kernels.portable.backward import backward
 from attention_kernels.portable.masked_prefill import masked_prefill
 from attention_kernels.portable.prefill import prefill
 from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
@@ -175,6 +177,40 @@ def of_lengths() -> Cases:
     yield "visits float 128", partial(masked_prefill, *operands(128), empty(1024, 1024))
 
 
+def gradients(head_dim: int, mask: Tensor | None = None, **options: Any) -> None:
+    """Compile the backward pass of a call."""
+    dtype, is_packed = options.pop("dtype", BFLOAT), options.pop("is_packed", False)
+    batch = 1 if is_packed else 2
+    query, key, value = operands(head_dim, batch=batch, dtype=dtype)
+    lengths = Lengths("packed", 3, 512, numbers(4), numbers(4)) if is_packed else None
+    lse = empty(*query.shape[:3], dtype=SINGLE)
+    backward(query, query, key, value, mask, query, lse, lengths=lengths, **options)
+
+
+def of_gradients() -> Cases:
+    for dim in (64, 96, 128, 256):
+        yield f"gradients {dim}", partial(gradients, dim)
+        yield f"gradients causal {dim}", partial(gradients, dim, is_causal=True)
+        yield f"gradients bool mask {dim}", partial(gradients, dim, bools(1024, 1024))
+        yield f"gradients float mask {dim}", partial(gradients, dim, empty(1024, 1024))
+        yield f"gradients all {dim}", partial(gradients, dim, **EXTRAS["all"])
+        scanned = partial(gradients, dim, bools(1024, 1024), is_scanned=True)
+        yield f"gradients scanned mask {dim}", scanned
+        yield f"gradients packed {dim}", partial(gradients, dim, is_causal=True, is_packed=True)
+    yield "gradients float32 64", partial(gradients, 64, is_causal=True, dtype=SINGLE)
+    yield "gradients float32 128", partial(gradients, 128, is_causal=True, dtype=SINGLE)
+
+
+def of_hopper_gradients() -> Cases:
+    window = AttentionOptions(True, (200, None))
+    for dim in (64, 128):
+        query, key, value = operands(dim, dtype=BFLOAT, batch=2)
+        tensors = query, query, key, value, query, empty(*query.shape[:3], dtype=SINGLE)
+        yield f"gradients {dim}", partial(hopper_backward, *tensors)
+        yield f"gradients causal {dim}", partial(hopper_backward, *tensors, True)
+        yield f"gradients window {dim}", partial(hopper_backward, *tensors, True, options=window)
+
+
 def of_quantised_prefill() -> Cases:
     for mode, options in MODES.items():
         yield f"{mode} 128", partial(quantised_prefill, *operands(128), **options)
@@ -284,9 +320,9 @@ def of_choice() -> Cases:
 GROUPS: dict[str, tuple[Callable[[], Cases], ...]] = {
     "portable": (
         *(of_prefill, of_lengths, of_quantised_prefill, of_quantised_decode, of_choice),
-        of_batches,
+        *(of_batches, of_gradients),
     ),
-    "hopper": (of_hopper, of_lengths, of_quantised_prefill, of_decode),
+    "hopper": (of_hopper, of_hopper_gradients, of_lengths, of_quantised_prefill, of_decode),
 }
 """Cases of each process: with the kernels of any GPU, and with the kernels of a Hopper GPU.
 A program that a group has already compiled is not compiled again."""

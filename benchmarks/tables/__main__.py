@@ -71,6 +71,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hopper_kernels": partial(speed.by_shape, "hopper_kernels.csv", cores=True, errors=True),
     "rivals": rivals.rivals,
     "accumulation": trials.accumulation,
+    "backward": partial(speed.backward, results.DIRECTORY / "backward.csv"),
+    "engine_kernels": partial(speed.engine_kernels, results.DIRECTORY / "engine_kernels.csv"),
     "decode": partial(speed.decode, results.DIRECTORY / "decode.csv"),
     "cold_cache": partial(speed.cold_cache, results.DIRECTORY / "cold_cache.csv"),
     "end_to_end": end_to_end.speedups,

@@ -88,6 +88,41 @@ def by_call(path: Path) -> str:
     return markdown_table(["ms", *kernels], lines) + machine_line(rows)
 
 
+def backward(path: Path) -> str:
+    """List TFLOPS of the backward pass by head dimension and length; the most are in bold."""
+    rows = [row for row in results.read(path) if row["kind"] == "time"]
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    calls: dict[str, dict[str, int]] = {}
+    for row in rows:
+        name = f"head_dim {row['head_dim']}, {row['length']} tokens"
+        name += ", causal" if row["is_causal"] == "True" else ""
+        calls.setdefault(name, {})[row["kernel"]] = round(float(row["tflops"]))
+    lines = {
+        name: [
+            f"**{each}**" if each == max(found.values()) else str(each or "")
+            for each in (found.get(kernel, 0) for kernel in kernels)
+        ]
+        for name, found in calls.items()
+    }
+    return markdown_table(["TFLOPS", *kernels], lines) + machine_line(rows)
+
+
+def engine_kernels(path: Path) -> str:
+    """List milliseconds of our kernels and of FlashAttention 3 on batches of engines."""
+    columns = {"ours": "ours", "bf16": "ours", "ours, fp8": "ours, FP8", "fp8": "ours, FP8"}
+    columns |= {"fa3": "FlashAttention 3", "fa3, fp8": "FlashAttention 3, FP8"}
+    rows = results.read(path)
+    cases: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cell = f"{float(row['ms']):.3f}"
+        if row["floor / time"]:
+            cell += f" ({float(row['floor / time']):.2f})"
+        cases.setdefault(row["case"], {})[columns.get(row["kernel"], "")] = cell
+    names = list(dict.fromkeys(columns.values()))
+    lines = {case: [found.get(name, "") for name in names] for case, found in cases.items()}
+    return markdown_table(["ms (share of a copy's speed)", *names], lines) + machine_line(rows)
+
+
 def per_pair(path: Path) -> str:
     """List the time per visible (query, key) pair, relative to a plain call.
 

@@ -19,6 +19,7 @@ from capture.call.attention_variant import (
     key_ranges,
     output_dtype,
 )
+from capture.call.gradients import GRADIENT_FIELDS
 from capture.call.per_head import SCALES, true_values
 from capture.call.shape import Shape
 from capture.call.strides import copy_with_strides, is_leading_part
@@ -126,6 +127,16 @@ class AttentionCall:
     """(Hkv,) float32: factor that restores 8-bit values."""
     variant: AttentionVariant = PLAIN
     origin: Origin = field(default_factory=Origin)
+    grad_output: Tensor | None = None
+    """(B, Hq, Sq, Dv): gradient that reached the output; None unless recorded (`backward=True`)."""
+    grad_query: Tensor | None = None
+    """(B, Hq, Sq, D): gradient that this call's own backward returned for the query; None if it
+    returned none. The gradients below are the same of other tensors."""
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+    grad_mask: Tensor | None = None
+    """Gradient of `attn_mask`, in its shape: summed over dimensions of size 1."""
+    grad_sinks: Tensor | None = None
 
     def __repr__(self) -> str:
         """Format as `AttentionCall(flux layers.0.attn, step 3, 1×24×4608×128 bfloat16 on cpu)`."""
@@ -245,6 +256,11 @@ class AttentionCall:
                 changed[name] = true_values(stored, getattr(self, scale), torch.float32)
         return replace(self, **changed)
 
+    def without_gradients(self) -> AttentionCall:
+        """Return the same call without the gradients of a recorded backward pass."""
+        nothing: dict[str, Any] = dict.fromkeys(GRADIENT_FIELDS)
+        return replace(self, **nothing)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by field name."""
         named = {name: getattr(self, name) for name in TENSOR_FIELDS}
@@ -261,4 +277,4 @@ def _even_starts(sequences: int, total: int, device: torch.device) -> Tensor:
     return torch.arange(sequences + 1, dtype=torch.int32, device=device) * room
 
 
-TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output", *VARIANT_TENSORS)
+TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output", *VARIANT_TENSORS, *GRADIENT_FIELDS)

@@ -25,7 +25,7 @@ class JoinError(ValueError):
 
 
 def join(parts: Sequence[AttentionCall], split: str) -> AttentionCall:
-    """Return the whole call, with the origin of the first part.
+    """Return the whole call without gradients, with the origin of the first part.
 
     Tensors are dense, with the dimension order of the first part. If there are fewer key/value
     heads than ranks, several ranks hold the same head, which is joined only once.
@@ -38,6 +38,8 @@ def join(parts: Sequence[AttentionCall], split: str) -> AttentionCall:
     Raises:
         JoinError: the parts do not fit together.
     """
+    # The gradient of keys that several ranks use is a sum over the ranks.
+    parts = [part.without_gradients() for part in parts]
     first = parts[0]
     for part in parts[1:]:
         _check_alike(first, part)

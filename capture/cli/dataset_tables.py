@@ -148,6 +148,8 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
         parts.append(f"heads {capture.heads} of each call")
     if parts_of := sorted({_part(entry.origin) for entry in entries if entry.origin.split}):
         parts.append(" and ".join(parts_of))
+    if with_gradients := sum("grad_output" in entry.header.layouts for entry in entries):
+        parts.append(f"gradients of {counted(with_gradients, 'call')}")
     parts += filter(None, [capture.left_out, steps_note(entries)])
     if not capture.complete:
         parts.append("incomplete: interrupted, or calls or the manifest were lost")

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import beyond
+from capture.call.gradients import GRADIENTS
 from capture.errors import DatasetError
 from capture.hooks.interceptor import TORCH_SDPA
 from capture.storage.call_file import FileEntry
@@ -40,7 +41,8 @@ def check_files(dataset: Dataset) -> list[FileCheck]:
     The output is recomputed with the recorded backend on the recorded type of device, or on the CPU
     if that device is not available. With the same device and version the output should be
     bit-identical, but any relative L1 difference (Σ|O−R|/Σ|O|) up to 4 · `torch.finfo(dtype).eps`
-    passes. Outputs of calls with options that SDPA does not have are not recomputed.
+    passes. Recorded gradients are recomputed too, and may differ by four times as much, because
+    their terms cancel. Calls with options that SDPA does not have are not recomputed.
     """
     damaged = [FileCheck(file.path, False, file.error.reason) for file in dataset.damaged]
     return [*map(_verify_entry, dataset.entries), *damaged]
@@ -83,16 +85,51 @@ def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
     chosen: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if backend is not None and call.origin.device_type == call.device.type:
         chosen = sdpa_kernel(backend)
-    with torch.inference_mode(), chosen:
-        again = TORCH_SDPA(**call.arguments())
+    with chosen:
+        if call.grad_output is None:
+            with torch.inference_mode():
+                recomputed = {"output": (TORCH_SDPA(**call.arguments()), output)}
+        else:
+            recomputed = _with_gradients(call, output)
+    found = {name: _difference(*each) for name, each in recomputed.items()}
+    if not any(found.values()):
+        return True, f"{'output' if len(found) == 1 else 'output and gradients'} bit-identical"
+    limits = {
+        name: (4 if name == "output" else 16) * torch.finfo(output.dtype).eps for name in found
+    }
+    texts = (
+        f"{name} differs by relative L1 {difference:.1e} ({limits[name]:.1e} allowed)"
+        for name, difference in found.items()
+        if difference
+    )
+    return all(found[name] <= limits[name] for name in found), ", ".join(texts)
+
+
+def _with_gradients(call: AttentionCall, output: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return output and gradients, recomputed and recorded, by name."""
+    recorded = {name: getattr(call, GRADIENTS[name]) for name in GRADIENTS if name != "output"}
+    arguments = call.arguments()
+    for name, gradient in recorded.items():
+        if gradient is not None:
+            arguments[name] = arguments[name].detach().requires_grad_()
+    with torch.enable_grad():
+        again = TORCH_SDPA(**arguments)
+    again.backward(call.grad_output)
+    found = {
+        GRADIENTS[name]: (arguments[name].grad, gradient)
+        for name, gradient in recorded.items()
+        if gradient is not None
+    }
+    return {"output": (again.detach(), output), **found}
+
+
+def _difference(again: Tensor, recorded: Tensor) -> float:
+    """Return the relative L1 difference; 0 if bit-identical."""
     # A fully masked row is NaN in some backends.
-    if bool(((again == output) | (again.isnan() & output.isnan())).all()):
-        return True, "output bit-identical"
-    total = output.double().abs().sum()
-    difference = float((again.double() - output.double()).abs().sum() / total)
-    allowed = 4 * torch.finfo(output.dtype).eps
-    text = f"output differs by relative L1 {difference:.1e} ({allowed:.1e} allowed)"
-    return difference <= allowed, text
+    if bool(((again == recorded) | (again.isnan() & recorded.isnan())).all()):
+        return 0.0
+    total = recorded.double().abs().sum()
+    return float((again.double() - recorded.double()).abs().sum() / total)
 
 
 def _first_line(error: Exception) -> str:

@@ -180,7 +180,8 @@ def _report(
     for problem in problems:
         print(f"capture: {with_flags(problem)}", file=sys.stderr)
     if recording.kept and not arguments.quiet:
-        command = printable(shlex.join(["replay", "--dir", arguments.out]))
+        further = ["--backward"] if vars(arguments).get("backward") else []
+        command = printable(shlex.join(["replay", "--dir", arguments.out, *further]))
         print(f"next: replay these calls through the default kernels: {command}", file=sys.stderr)
     return 1 if recording.problems else 0
 

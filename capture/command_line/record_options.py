@@ -63,7 +63,7 @@ def add_storage_options(command: OneSentenceParser) -> None:
         default="spread",
         metavar="HOW",
         help="calls to store: spread over layers, steps, phases and shapes (default); hard: most "
-        "difficult for 8-bit kernels; first; or every:N: first of every N calls",
+        "difficult for 8-bit kernels; first; or every:N",
     )
     store.add_argument(
         "--phase",
@@ -91,6 +91,11 @@ def add_storage_options(command: OneSentenceParser) -> None:
         help="limit of the total size, such as 500M or 20G",
     )
     store.add_argument("--no-output", action="store_true", help="do not store attention outputs")
+    store.add_argument(
+        "--backward",
+        action="store_true",
+        help="also store gradients, if the run calls backward()",
+    )
     store.add_argument(
         "--out",
         default="captured_inputs",
@@ -126,7 +131,7 @@ def add_storage_options(command: OneSentenceParser) -> None:
 def storage_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `capture.record` that these options mean."""
     names = ["out", "max", "sample", "phase", "heads", "modules", "rank", "split"]
-    names += ["max_bytes", "buffer_bytes", "durable", "overwrite"]
+    names += ["max_bytes", "buffer_bytes", "durable", "backward", "overwrite"]
     given = vars(arguments)
     return {name: given[name] for name in names} | {"output": not arguments.no_output}
 

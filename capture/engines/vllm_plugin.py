@@ -6,6 +6,9 @@ vLLM calls `register` in each of its processes. Without the variable, nothing ha
 worker's recording begins at the first request, when the profiling runs and CUDA graph captures are
 over, and ends when `--max` calls are stored, at a problem, or at the server's end. Then every hook
 is removed. No error of the recording reaches the server. Imports torch and vLLM late.
+
+A server of several engines (data parallelism) records each under its own name: `.engine1` follows
+the model's name for the second.
 """
 
 from __future__ import annotations
@@ -139,6 +142,8 @@ class WorkerRecording:
         from capture.recording.record import record
 
         model = worker.vllm_config.model_config.model
+        # Unlike the data-parallel rank, the index also differs between engines of dense models.
+        engine = worker.vllm_config.parallel_config.data_parallel_index
         options = storage_arguments(self._arguments)
         ranks = _tensor_parallel_ranks()
         if len(ranks) > 1 and options["heads"] is None:
@@ -146,7 +151,7 @@ class WorkerRecording:
         recording = self._hooks.enter_context(
             record(
                 worker.get_model(),
-                name=Path(model).name,
+                name=f"{Path(model).name}.engine{engine}" if engine else Path(model).name,
                 weights=model,
                 settings={"engine": "vllm"},
                 **options,

@@ -4,7 +4,8 @@ The inputs of outermost modules, the outputs of watched modules, and the tensors
 are reduced to their largest magnitude, which is NaN if any element is. On a GPU, results are read
 later (`capture.hooks.tensor_peaks`). After the first forward pass of each outermost module in each
 phase, modules without children, and on a GPU the inputs of small attention calls, are left out,
-which saves most of the time. The search ends with the first NaN.
+which saves most of the time. The search ends with the first NaN. In vLLM only attention calls are
+looked at, because the tensors of modules have rows after the batch's tokens that hold anything.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from capture.call.nonfinite import is_finite
 from capture.errors import reason_of, reraise_from_signal_handler
+from capture.hooks.entry_points import vllm
 from capture.hooks.modules import CallSite, ModuleTracker
 from capture.hooks.phases import RECOMPUTE
 from capture.hooks.tensor_peaks import LARGE, PeakQueue, undisturbed
@@ -58,6 +60,7 @@ class FirstNonfinite:
         self._tracker, self._tell = tracker, tell
         self._leaves = {each.path for each in tracker.watched if not each.module._modules}
         """Paths of modules without children."""
+        self._has_padding = vllm.serves(each.module for each in tracker.watched)
         self._passes: set[tuple[str, str]] = set()
         """Outermost modules and phases that had a forward pass."""
         self._is_first_pass = True
@@ -80,11 +83,13 @@ class FirstNonfinite:
             self._passes.add((site.module, site.phase))
             given = {**{str(place): each for place, each in enumerate(args)}, **kwargs}
             named = ((f"input {name}", each) for name, each in given.items())
-            self._look_at(site, named, is_mask=True)
+            if not self._has_padding:
+                self._look_at(site, named, is_mask=True)
 
     def output(self, site: CallSite, output: Any) -> None:
         """Look at the tensors that a module returns."""
         is_chosen = self._is_first_pass or site.module not in self._leaves
+        is_chosen = is_chosen and not self._has_padding
         if self.is_watching and is_chosen and site.phase != RECOMPUTE:
             self._look_at(site, _outputs(output), is_output=True)
 

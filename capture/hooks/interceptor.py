@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.call.attention_variant import PLAIN, AttentionVariant, features
+from capture.hooks.gradients import begin_call, following
 
 TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
 """PyTorch's own function, saved at import, before it is replaced."""
@@ -320,12 +321,17 @@ def _observed(
             return sdpa(*args, **kwargs)
         position.inside = True
         position.handled += 1
+        gradients = None
+        if following:
+            args, kwargs, gradients = begin_call(args, kwargs)
         mark()
         try:
             try:
                 output = sdpa(*args, **kwargs)
             finally:
                 mark()
+            if gradients is not None:
+                gradients.returned(output, functools.partial(bind, *args, **kwargs))
             try:
                 observer(output, sdpa, *args, **kwargs)
             except TypeError as error:
@@ -336,6 +342,8 @@ def _observed(
         finally:
             mark()
             position.inside = False
+            if gradients is not None:
+                gradients.release()
 
     return scaled_dot_product_attention
 

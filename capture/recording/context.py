@@ -28,6 +28,7 @@ class RecordingContext:
     part: RankPart | None
     """Part of each call that this rank holds; None if the user did not declare a part."""
     keeps_output: bool
+    keeps_gradients: bool
     buffer_bytes: int
     """Host memory for calls that are not written yet."""
     durable: bool

@@ -11,6 +11,8 @@ class RecordingCounts:
 
     nbytes: int = 0
     """Size of the tensors of the kept calls."""
+    without_gradients: int = 0
+    """Number of kept calls whose gradients did not come; 0 unless gradients are recorded."""
     lost: int = 0
     """Number of calls that were chosen but could not be stored."""
     traced: int = 0

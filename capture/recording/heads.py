@@ -42,6 +42,25 @@ def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> 
     )
 
 
+def picked_gradient(
+    name: str, gradient: Tensor, q_heads: int, heads: Sequence[int], kv_heads: Sequence[int]
+) -> Tensor | None:
+    """Return the part of a gradient for some heads; None if it is a sum over other heads too.
+
+    Args:
+        name: field of the gradient's tensor.
+        q_heads: number of query heads of the whole call.
+    """
+    if name == "sinks":
+        return gradient[list(heads)]
+    if name in ("key", "value"):
+        is_sum_over_others = len(heads) * gradient.shape[1] < q_heads * len(kv_heads)
+        return None if is_sum_over_others else _picked(gradient, kv_heads)
+    if gradient.shape[1] < q_heads:  # a mask for all heads
+        return gradient if len(heads) == q_heads else None
+    return _picked(gradient, heads)
+
+
 def _picked(tensor: Tensor, heads: Sequence[int]) -> Tensor:
     if tensor.stride(1) == 0:  # all heads share the same memory
         return tensor[:, : len(heads)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,18 +17,20 @@ from capture.call.nonfinite import nonfinite_tensors
 from capture.errors import InvalidCall, reason_of, reraise_from_signal_handler
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import CallCount
+from capture.hooks.gradients import current_gradients
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import CallSite
 from capture.recording.call_builder import as_call, why_not_copied
 from capture.recording.context import RecordingContext
 from capture.recording.copies import stored_bytes
 from capture.recording.difficulty import with_difficulty
+from capture.recording.gradient_form import GradientForm, gradient_bytes
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.parts import WHOLE, RankPart, as_local, is_distributed, of_weights
 from capture.recording.sampling import OfferedCall
 from capture.recording.seen_calls import SeenCalls, SimilarCalls
 from capture.recording.writer import WaitingCall, Writer
-from capture.storage.header import CallHeader, stored_tensors
+from capture.storage.header import CallHeader, dtype_name, stored_tensors
 from capture.text.counted import counted
 
 
@@ -47,6 +50,8 @@ class KeptCalls:
         self._context, self._counts = context, context.counts
         self._kept: dict[int, tuple[CallSite, CallCount, int]] = {}
         """For each kept call, by index: its site, its count in the census, and its bytes."""
+        self._without_gradients: set[int] = set()
+        """Indices of kept calls whose gradients have not come."""
         self._failed: deque[tuple[int, Exception]] = deque()
         """Calls that the writer's thread could not write, by index; appended without a lock."""
 
@@ -102,6 +107,7 @@ class KeptCalls:
             context.capture.add_invalid(error)
             self._seen.census.refuse(site, group.count, _INVALID)
             return
+        form = GradientForm.of(call, result)
         if arguments.dropped:
             context.capture.add_invalid(InvalidCall(arguments.dropped, site.module, site.step))
         if context.heads is not None:
@@ -111,6 +117,7 @@ class KeptCalls:
                 self._seen.census.refuse(site, group.count, reason.format(context.capture.heads))
                 return
             call = pick(call, context.heads, kv_heads)
+            form = replace(form, heads=(context.heads, kv_heads))
         if context.sampler.by_difficulty:
             call = with_difficulty(call)
         if seeks_nonfinite or context.sampler.by_difficulty:
@@ -124,11 +131,12 @@ class KeptCalls:
             self._tell(f"a call cannot be stored: {fault}")
             self._seen.census.refuse(site, group.count, fault)
             return
+        gradients = current_gradients()
         offered = OfferedCall(
             index,
             group.place,
             site.step,
-            nbytes,
+            nbytes + (0 if gradients is None else gradient_bytes(call)),
             call.origin.difficulty,
             bool(call.origin.nonfinite),
             size,
@@ -143,11 +151,38 @@ class KeptCalls:
             group.count.kept += 1
             counts.nbytes += nbytes
             waiting = WaitingCall(replace(header, layouts=copy.layouts), copy)
-            for dropped in writer.put(waiting, drop):
+            if context.keeps_gradients:
+                self._without_gradients.add(index)
+                counts.without_gradients += 1
+            for dropped in writer.put(waiting, drop, gradients_may_come=gradients is not None):
                 self._forget(dropped)
+            if gradients is not None:
+                add = functools.partial(self._add_gradients, waiting.header, form)
+                gradients.watch(add)
         except Exception as error:
             reraise_from_signal_handler(error)
             self.failed(index, error)
+
+    def _add_gradients(
+        self, header: CallHeader, form: GradientForm, gradients: dict[str, Tensor]
+    ) -> None:
+        """Store the gradients of a kept call; called in the backward pass."""
+        writer, index = self.writer, header.origin.call_index
+        assert writer is not None
+        if index not in self._kept or writer.is_closing:
+            return
+        found = form.stored(gradients)
+        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in found.items()}
+        copy = writer.copied(found)
+        with_gradients = replace(
+            header, dtypes=header.dtypes | dtypes, layouts=header.layouts | copy.layouts
+        )
+        if writer.complete(index, with_gradients, copy):
+            self._without_gradients.discard(index)
+            self._counts.without_gradients = len(self._without_gradients)
+            kept_site, count, nbytes = self._kept[index]
+            self._kept[index] = kept_site, count, nbytes + stored_bytes(found)
+            self._counts.nbytes += stored_bytes(found)
 
     def failed(self, index: int, error: Exception) -> None:
         """Register a call that could not be stored. The writer's threads call this method too.
@@ -192,6 +227,8 @@ class KeptCalls:
     def _forget(self, index: int) -> None:
         if found := self._kept.pop(index, None):
             _, count, nbytes = found
+            self._without_gradients.discard(index)
+            self._counts.without_gradients = len(self._without_gradients)
             count.kept -= 1
             self._counts.nbytes -= nbytes
 

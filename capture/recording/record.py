@@ -11,6 +11,7 @@ from typing import Any
 from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
 from capture.hooks.entry_points import follow_entry_points, vllm
+from capture.hooks.gradients import gradients_followed
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.recording.context import RecordingContext
@@ -48,6 +49,7 @@ def record(
     buffer_bytes: int | None = None,
     durable: bool = False,
     output: bool = True,
+    backward: bool = False,
     overwrite: bool = False,
 ) -> Iterator[Recording]:
     """Record attention calls made inside the `with` block into the directory `out`.
@@ -95,6 +97,9 @@ def record(
             A recording outside the main thread, which alone handles signals, writes every call
             immediately, in the background.
         output: also store the model's own attention output.
+        backward: also store the gradient that reaches the output of each call, and the gradients of
+            its inputs, as the call's own backward returns them. A call stays in memory, without a
+            limit, until its gradients have come or the recording ends.
         overwrite: replace the directory's capture of the same name when this one is complete.
 
     Yields:
@@ -162,12 +167,15 @@ def record(
                 rank=rank,
                 part=part,
                 keeps_output=output,
+                keeps_gradients=backward,
                 buffer_bytes=buffer_bytes,
                 durable=durable,
             )
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
+        if backward:
+            stack.enter_context(gradients_followed(recording.tell))
         eagerly = not vllm.serves(each.module for each in tracker.watched)
         observed = observe(recording.calls.observer(), recording.calls.mark, eagerly=eagerly)
         stack.enter_context(observed)

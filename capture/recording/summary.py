@@ -29,6 +29,7 @@ class Summary(NamedTuple):
     """Other calls, by component."""
     missed: Sequence[MissedAttention]
     nonfinite: NonfiniteValues | None
+    without_gradients: int
 
     @classmethod
     def of(
@@ -52,12 +53,13 @@ class Summary(NamedTuple):
                 kept[component] += count.kept
         if context.counts.traced:
             refused["while the model was traced"] += context.counts.traced
-        return cls(kept, eligible, refused, others, missed, nonfinite)
+        without_gradients = context.counts.without_gradients
+        return cls(kept, eligible, refused, others, missed, nonfinite, without_gradients)
 
     @property
     def has_findings(self) -> bool:
-        """True if calls were refused or missed, or if values were not finite."""
-        return bool(self.refused or self.missed or self.nonfinite)
+        """True if calls were refused or missed, or lack gradients, or if values were not finite."""
+        return bool(self.refused or self.missed or self.nonfinite or self.without_gradients)
 
     def __str__(self) -> str:
         kept = (
@@ -65,6 +67,8 @@ class Summary(NamedTuple):
             for component, count in self.eligible.items()
         )
         parts = [f"kept of the eligible calls: {', '.join(kept) or 'none'}"]
+        if self.without_gradients:
+            parts.append(f"without gradients: {self.without_gradients}")
         if self.refused:
             reasons = (f"{count} ({reason})" for reason, count in self.refused.items())
             parts.append(f"refused: {', '.join(reasons)}")

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -41,10 +41,15 @@ class WaitingCall:
 
     header: CallHeader
     copy: HostCopy
+    gradients: HostCopy | None = None
 
     @property
     def index(self) -> int:
         return self.header.origin.call_index
+
+    @property
+    def copies(self) -> tuple[HostCopy, ...]:
+        return (self.copy,) if self.gradients is None else (self.copy, self.gradients)
 
 
 class Writer:
@@ -81,6 +86,8 @@ class Writer:
         self._durable = durable
         self._failed = failed
         self._waiting: dict[int, WaitingCall] = {}
+        self._held: set[int] = set()
+        """Indices of waiting calls whose gradients may still come."""
         self._writing: set[int] = set()
         self._dropped: set[int] = set()
         """Indices of calls that were dropped while they were written."""
@@ -131,8 +138,13 @@ class Writer:
             self._copier.free(copy)
             self._changed.notify_all()
 
-    def put(self, call: WaitingCall, drop: Iterable[int]) -> list[int]:
+    def put(
+        self, call: WaitingCall, drop: Iterable[int], *, gradients_may_come: bool = False
+    ) -> list[int]:
         """Accept a call for writing, and drop the calls in `drop` from memory or from disk.
+
+        Args:
+            gradients_may_come: True to write the call only after `complete`, or at the end.
 
         Returns:
             Indices of the dropped calls, including calls that an earlier `put` could not drop.
@@ -149,13 +161,43 @@ class Writer:
                 self._let_go(call.copy)
                 raise
             self._waiting[call.index] = call
+            if gradients_may_come:
+                self._held.add(call.index)
             self._undone = []
             for index in dropped:
                 self._drop(index)
             self._changed.notify_all()
-            while self._durable and self._is_busy and not self._is_done(call.index):
-                self._changed.wait(_POLL_SECONDS)
+            self._wait_if_durable(call.index)
             return dropped
+
+    @property
+    def is_closing(self) -> bool:
+        """True once the recording ends: calls are then written as they are."""
+        return self._closing
+
+    def complete(self, index: int, header: CallHeader, gradients: HostCopy) -> bool:
+        """Add the gradients of a waiting call, which can then be written.
+
+        Args:
+            header: the call's header, with the gradients.
+
+        Returns:
+            False if the call was dropped, or is already being written.
+        """
+        with self._changed:
+            self._held.discard(index)
+            call = self._waiting.get(index)
+            if call is None:
+                self._let_go(gradients)
+                return False
+            self._waiting[index] = replace(call, header=header, gradients=gradients)
+            self._changed.notify_all()
+            self._wait_if_durable(index)
+            return True
+
+    def _wait_if_durable(self, index: int) -> None:
+        while self._durable and self._is_busy and not self._is_done(index):
+            self._changed.wait(_POLL_SECONDS)
 
     def close(self) -> None:
         """Write the calls in memory, and wait until everything is on the disk.
@@ -209,15 +251,17 @@ class Writer:
     def _is_busy(self) -> bool:
         """True if waiting calls will be written, which frees memory."""
         is_alive = any(thread.is_alive() for thread in self._threads)
-        return is_alive and bool(self._waiting or self._writing)
+        return is_alive and bool(self._waiting.keys() - self._held or self._writing)
 
     def _is_done(self, index: int) -> bool:
-        return index not in self._waiting and index not in self._writing
+        is_due = index in self._waiting and index not in self._held
+        return not is_due and index not in self._writing
 
     def _drop(self, index: int) -> None:
-        held = self._waiting.pop(index, None)
-        if held is not None:
-            self._let_go(held.copy)
+        self._held.discard(index)
+        call = self._waiting.pop(index, None)
+        for copy in () if call is None else call.copies:
+            self._let_go(copy)
         if index in self._writing:
             self._dropped.add(index)
         if index in self.completed:
@@ -231,8 +275,11 @@ class Writer:
         with self._changed:
             while True:
                 full = self._short or 2 * self._reserved > self._buffer_bytes
-                if self._waiting and (self._closing or self._at_once or full):
-                    index = next(iter(self._waiting))
+                if self._closing:
+                    self._held.clear()
+                due = (index for index in self._waiting if index not in self._held)
+                index = next(due, None)
+                if index is not None and (self._closing or self._at_once or full):
                     self._writing.add(index)
                     return self._waiting.pop(index)
                 if self._closing:
@@ -267,11 +314,16 @@ class Writer:
             with self._changed:
                 self._writing.discard(call.index)
                 self._dropped.discard(call.index)
-                self._free(call.copy)
+                for copy in call.copies:
+                    self._free(copy)
         return True
 
     def _write(self, call: WaitingCall) -> None:
-        values = call.copy.arrival.result().tensors
+        values = {
+            name: tensor
+            for copy in call.copies
+            for name, tensor in copy.arrival.result().tensors.items()
+        }
         path = self.path(call.index)
         self._require_directory()
         entry = PackedCall.with_values(call.header, values).write(path)

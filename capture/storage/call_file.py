@@ -151,7 +151,7 @@ class FileEntry:
             tensors["value"] = tensors["key"][..., :columns]
         tensors.update(
             (name, tensors[name][(0,) * (4 - dimensions)])
-            for name, dimensions in VARIANT_TENSORS.items()
+            for name, dimensions in (*VARIANT_TENSORS.items(), ("grad_sinks", 1))
             if name in tensors
         )
         return AttentionCall(

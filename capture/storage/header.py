@@ -12,6 +12,7 @@ from torch import Tensor
 from capture.call import pages
 from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin
 from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, AttentionVariant
+from capture.call.gradients import GRADIENTS
 from capture.call.per_head import SCALES
 from capture.call.shape import Shape
 from capture.call.strides import Layout
@@ -190,11 +191,15 @@ class CallHeader:
         in_memory = (batch, kv_heads, kv_len)
         if self.is_paged:
             in_memory = (sizes["key"][0], kv_heads, sizes["key"][2])
-        expected = {
+        expected: dict[str, tuple[int, ...]] = {
             "key": (*in_memory, head_dim),
             "value": (*in_memory, v_head_dim),
             "output": (batch, q_heads, q_len, v_head_dim),
         }
+        whole = {**sizes, **expected}
+        expected |= {GRADIENTS[name]: whole[name] for name in GRADIENTS if name in whole}
+        if strange := {GRADIENTS[name] for name in GRADIENTS if name not in whole} & names:
+            return f"{min(strange)} without its tensor"
         for name, size in expected.items():
             if sizes.get(name, size) != size:
                 return f"{name} of shape {sizes[name]}, but the other tensors require {size}"

@@ -156,6 +156,9 @@ class WeightBlock(NamedTuple):
     """(H or 1, keys, Dv): values of the keys that these rows may attend to."""
     visible: Tensor | None = None
     """(H or 1, rows, keys) bool: the keys that each row sees; None if all inputs are finite."""
+    keys: slice = slice(None)
+    slope: Tensor | None = None
+    """(H, rows, keys): derivative of the soft cap; None without a cap, or if not requested."""
 
     def product(self, weights: Tensor, value: Tensor) -> Tensor:
         """Return `weights @ value`, in which values of keys that a row does not see have no effect.
@@ -165,8 +168,8 @@ class WeightBlock(NamedTuple):
             value: (H or 1, keys, n).
         """
         if self.visible is None:
-            return _product(weights, value)
-        found = _product(weights, value.nan_to_num(0.0, 0.0, 0.0))
+            return product(weights, value)
+        found = product(weights, value.nan_to_num(0.0, 0.0, 0.0))
 
         def reached(keys: Tensor, values: Tensor) -> Tensor:
             return keys.to(found.dtype).matmul(values.to(found.dtype)) > 0
@@ -185,6 +188,7 @@ def weights(
     *,
     scale_scores: bool = False,
     allow_tf32: bool = False,
+    with_slopes: bool = False,
 ) -> Iterator[WeightBlock]:
     """Yield softmax(scale · QKᵀ + mask) in blocks of rows, with the matching values.
 
@@ -193,6 +197,7 @@ def weights(
             are NaN.
         allow_tf32: let a GPU round float32 operands of products to 11 bits (TF32), also in the
             caller's products with a block.
+        with_slopes: also compute the slopes of the soft cap, for a backward pass.
 
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
@@ -218,7 +223,9 @@ def weights(
         for batch in range(shape.batch):
             for first in range(0, shape.kv_heads, at_once):
                 kv_heads = slice(first, min(first + at_once, shape.kv_heads))
-                yield from _weights_of_heads(call, span, batch, kv_heads, dtype, most, scale_scores)
+                yield from _weights_of_heads(
+                    call, span, batch, kv_heads, dtype, most, scale_scores, with_slopes
+                )
 
 
 def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
@@ -235,6 +242,7 @@ def _weights_of_heads(
     dtype: torch.dtype,
     block_elements: int,
     scale_scores: bool,
+    with_slopes: bool,
 ) -> Iterator[WeightBlock]:
     """Yield the blocks of the query heads that share these key/value heads.
 
@@ -266,14 +274,17 @@ def _weights_of_heads(
             block_value = value[:, keys]
         query = true_values(call.query[batch, heads, rows], numbers.get("query_scale"), dtype)
         query = query if scale_scores else query * signed_root
-        scores = _product(query, key[:, keys].mT)
+        scores = product(query, key[:, keys].mT)
         if scale_scores:
             overflows = scores.amax(-1, keepdim=True).isinf() | scores.amin(-1, True).isinf()
             scores.mul_(call.softmax_scale)
             if overflows.any():
                 scores.masked_fill_(overflows, math.nan)
+        slope = None
         if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
+            scores = scores.div_(softcap).tanh_()
+            slope = 1 - scores.square() if with_slopes else None
+            scores = scores.mul_(softcap)
         if call.attn_mask is not None:
             scores += _added(mask_block(call.attn_mask, batch, heads, rows, keys), dtype)
         if span is not None:
@@ -291,10 +302,10 @@ def _weights_of_heads(
             if dtype == torch.float16 and bool(empty.any()):  # scores that overflowed
                 sees = visible_keys(call, span, batch, heads, rows, keys).any(-1, keepdim=True)
                 found.masked_fill_(empty & sees, math.nan)
-        yield WeightBlock(batch, heads, rows, found, block_value, visible)
+        yield WeightBlock(batch, heads, rows, found, block_value, visible, keys, slope)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """Compute `left @ right`, summed in float32 or better and rounded once to their dtype.
 
     On a CPU, PyTorch's own float16 product gives the same result but takes twenty times as long.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -133,6 +133,47 @@ def tolerance(
         noise *= terms
         rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(true.value) * terms
     noise *= _noise_of_large_scores(call, same_dtype_outputs[0], reference)
+    return _with_eager_errors(same_dtype_outputs, reference, noise, lengths, rounding, shared)
+
+
+def tolerance_of_gradient(
+    call: AttentionCall, same_dtype: Sequence[Tensor], reference: Tensor, noise: Tensor
+) -> Tolerance:
+    """Compute the exactness rule's tolerance of a gradient of `call`, as `tolerance` of an output.
+
+    Args:
+        same_dtype: the gradient in the call's dtype, from one or two forms of eager attention.
+        reference: four-dimensional gradient in float64.
+        noise: `replay.accuracy.gradient_reference.Gradient.noise` of the reference.
+    """
+    limits, shared = torch.finfo(call.dtype), SHARED_NOISE
+    smallest = limits.tiny * limits.eps * math.sqrt(reference.shape[3])
+    noise = noise * (limits.eps / 2) + smallest
+    rounding = _largest_finite(reference.to(call.dtype).double() - reference)
+    if call.dtype.itemsize >= 4:
+        shared = SHARED_NOISE_OF_SUMS
+        shape = call.shape
+        longest = max(shape.kv_len, shape.q_len * shape.q_heads // shape.kv_heads)
+        noise *= math.sqrt(longest) + _largest_score(call)
+        rounding += _largest_finite(noise) / math.sqrt(reference.shape[3])
+    lengths = torch.linalg.vector_norm(reference, dim=-1)
+    # An error of a probability has the direction of the row, so it is largest where the row is.
+    even = 1 / math.sqrt(reference.shape[3])
+    peaks = (reference.abs().amax(-1) / lengths).nan_to_num(nan=even)
+    per_element = _largest_finite(noise * peaks)
+    allowed = _with_eager_errors(same_dtype, reference, noise, lengths, rounding, shared)
+    return replace(allowed, noise=per_element)
+
+
+def _with_eager_errors(
+    same_dtype_outputs: Sequence[Tensor],
+    reference: Tensor,
+    noise: Tensor,
+    lengths: Tensor,
+    rounding: float,
+    shared: float,
+) -> Tolerance:
+    """Return a tolerance with the errors of eager attention; `lengths` is overwritten."""
     weight = lengths.mul_(noise)
     eager = [_eager_errors(output, reference, noise, weight) for output in same_dtype_outputs]
     errors, worst, bias = zip(*eager, strict=True)
@@ -248,11 +289,16 @@ def _terms_of_a_sum(call: AttentionCall) -> float:
     approach to probabilistic rounding error analysis"). The error of a score is u times the product
     of its vectors' norms.
     """
+    return math.sqrt(call.shape.kv_len) + _largest_score(call)
+
+
+def _largest_score(call: AttentionCall) -> float:
+    """Return a bound of the scores, scale · max‖q‖ · max‖k‖."""
     query_norm, key_norm = (
         _largest_finite(torch.linalg.vector_norm(tensor, dim=-1))
         for tensor in (call.query, call.key)
     )
-    return math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
+    return abs(call.softmax_scale) * query_norm * key_norm
 
 
 def _largest_finite_of_heads(tensor: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class MeasureChoice:
     """Figures measured only on request: `energy`, `roofline`, `stats`, `resources`."""
     save_output: str | os.PathLike[str] | None = None
     tolerances: str | os.PathLike[str] | Thresholds | None = None
+    backward: bool = False
+    """True to judge and time the backward passes of kernels too."""
     for_model: bool = False
     """True to measure as in a model, for a plan or a check of the model."""
     seed: int = 0
@@ -99,6 +101,7 @@ class MeasureChoice:
             errors_against=self.errors_against,
             compare_stats="stats" in self.metrics,
             for_model=self.for_model,
+            backward=self.backward,
             energy=is_gpu and "energy" in self.metrics,
             roofline="roofline" in self.metrics,
             resources="resources" in self.metrics,

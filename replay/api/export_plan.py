@@ -56,7 +56,7 @@ def export(
     plan, target = target.adapt(plan, target)
     ranges, losses = assign(plan, target)
     text = target.text(plan, ranges, steps)
-    exported = Exported(to, text, plan.saved_ms, losses, plan.device)
+    exported = Exported(to, text, plan.saved_ms, losses, plan.device, target.needs(text))
     if out is not None:
         try:
             with replacing(Path(out)) as file:

@@ -51,7 +51,7 @@ class Rows(list[Row]):
         inputs that later calls read, and is faster than the baseline by more than the 95 % interval
         of its speed-up. If no kernel qualifies, the baseline is used if it is correct;
         otherwise the call has no row. Calls that were measured without a baseline get the fastest
-        correct kernel.
+        correct kernel. Where backward was measured, times are those of forward and backward.
 
         Args:
             accuracy_class: `exact`, or `quantised` for the fastest 8-bit kernel. For `sparse`

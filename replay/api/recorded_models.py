@@ -160,10 +160,8 @@ def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
     captures = [] if dataset is None else dataset.captures
     entries = [] if dataset is None else dataset.entries
     if not captures or not all(capture.census.get("rows") for capture in captures):
-        raise RecordingError(
-            f"{where} has no manifest with the recorded model and its number of calls: "
-            "capture it again"
-        )
+        reason = f" ({dataset.note})" if dataset is not None and dataset.note else ""
+        raise RecordingError(f"{where} has no count of a model's calls{reason}: capture it again")
     if partial := [capture for capture in captures if capture.heads]:
         raise RecordingError(
             f"{where} contains only heads {partial[0].heads} of each call of "

@@ -31,6 +31,7 @@ def replay(
     calls: str | Sequence[str] | None = None,
     join_ranks: bool = False,
     versus_random: bool = False,
+    backward: bool = False,
     device: str | None = None,
     cache: Cache | None = None,
     rounds: int = ROUNDS,
@@ -63,6 +64,8 @@ def replay(
         calls: names and globs of the calls to replay; None for all calls.
         join_ranks: join the parts of a call that several ranks recorded, and replay the whole call.
         versus_random: replay each call also with random values and with moment-matched values.
+        backward: also judge the gradients of each kernel, and time its backward pass. It starts
+            from the recorded gradient of the output, or from random values.
         device: "cpu", "cuda" or "cuda:1"; None for a GPU if present.
         cache: "cold" or "warm"; None for cold on a GPU.
         rounds: samples per kernel and call.
@@ -104,6 +107,7 @@ def replay(
         save_output=save_output,
         tolerances=tolerances,
         for_model=for_model,
+        backward=backward,
     )
     place = RunPlace(
         device=None if device is None else str(device),

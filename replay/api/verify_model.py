@@ -76,7 +76,8 @@ def verify(
         **options: options of `replay`, for measuring.
 
     Returns:
-        A check per kernel and model; the first check of a model is of the model's own attention.
+        A check per kernel and model; the first check of a model is of the model's own attention. If
+        the recorded function trains, `curves` has the loss and gradient norm of each step.
 
     Raises:
         Error: an argument cannot be used, or no model can run.

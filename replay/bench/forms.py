@@ -12,6 +12,8 @@ import torch
 
 from capture.call.attention_call import AttentionCall
 from capture.call.mask_structure import MaskStructure, structure_of
+from replay.accuracy.gradient_verdict import why_not_judged
+from replay.bench.training_step import NO_BACKWARD
 from replay.kernels.failures import Finding, classify
 from replay.kernels.registry import Kernel
 
@@ -62,13 +64,26 @@ class Forms(NamedTuple):
 
 
 def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Finding | None:
-    """Return the reason why a kernel cannot run a call on a device; None if it can."""
+    """Return the reason why a kernel cannot run a call on a device; None if it can.
+
+    A call with a `grad_output` needs a backward pass too.
+    """
     try:
         kernel = kernel.loaded()
         if reason := kernel.unavailable(device):
             return Finding("unavailable", reason)
+        if call.grad_output is not None and (reason := _not_differentiated(kernel, call)):
+            return Finding("unsupported", reason)
         if reason := kernel.refuses(call):
             return Finding("unsupported", reason)
     except BaseException as error:  # a faulty predicate costs only the row of its kernel
         return classify(error)
     return None
+
+
+def _not_differentiated(kernel: Kernel, call: AttentionCall) -> str:
+    if kernel.differentiable is False:
+        return NO_BACKWARD
+    if kernel.accuracy_class == "sparse":
+        return "gradients of sparse kernels cannot be judged"
+    return why_not_judged(call)

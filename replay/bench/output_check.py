@@ -21,6 +21,7 @@ from torch import Tensor
 from attention_replay.errors import Error
 from replay.bench.confirmation import MOST_BLOCKS, Blocks
 from replay.bench.forms import Forms
+from replay.bench.gradient_check import differentiated
 from replay.bench.resources import launched_programs, with_peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel, ConfirmedKernel, TimedKernel
@@ -101,6 +102,10 @@ class Checker:
                 checked = replace(checked, call=call.to(call.device))
             checked = self._judged(checked, output)
             checked = self._called_again(checked, output, alive)
+            if self._settings.backward and checked.finding.status in ("ok", "not-timed"):
+                checked = differentiated(
+                    checked, self._call, self._inputs, self._judge, self._settings.device, alive
+                )
             if self._settings.resources:
                 alive()
                 checked = replace(checked, programs=tuple(launched_programs(checked.run)))
@@ -355,9 +360,10 @@ class Checker:
 
 def _after_samples(timed: TimedKernel) -> Finding:
     """Return a kernel's status and reason after it was timed."""
-    if timed.samples is None or timed.samples.error is None:
-        return timed.checked.finding
-    return classify(timed.samples.error)
+    for samples in (timed.samples, timed.backward_samples, timed.both_samples):
+        if samples is not None and samples.error is not None:
+            return classify(samples.error)
+    return timed.checked.finding
 
 
 def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:

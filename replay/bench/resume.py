@@ -115,6 +115,9 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
     if row.accuracy is not None:
         measured |= {"--tolerances": row.tolerances}
         expected |= {"--tolerances": settings.tolerances.changes()}
+    if row.call.dtype:  # the call was loaded
+        measured |= {"--backward": "on" if row.call.grad_output else "off"}
+        expected |= {"--backward": "on" if settings.backward else "off"}
     if row.time_ms is not None:
         measured |= {"--cache": row.cache, "--calls-before": row.calls_before}
         expected |= {"--cache": settings.cache, "--calls-before": settings.calls_before}

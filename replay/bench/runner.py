@@ -26,6 +26,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.shared_inputs import SharedInputs, TimedPart
 from replay.bench.speedups import with_speedups
 from replay.bench.stages import CheckedKernel, TimedKernel, make_row
+from replay.bench.training_step import TrainingStep
 from replay.isolation.in_process import InProcessJudge
 from replay.isolation.inputs import Inputs
 from replay.isolation.judge import OutputJudge
@@ -48,6 +49,7 @@ from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import Turns, alone, measure
+from replay.workloads.grad_outputs import with_grad_output
 from replay.workloads.workload import Workload
 
 BEYOND_SDPA = ("torch-masked", "eager")
@@ -116,14 +118,18 @@ def replay_here(
     for workload in workloads:
         report(workload, LOADING)
         try:
-            call = workload.load_to_judge(settings.device)
+            call = workload.load_to_judge(settings.device, backward=settings.backward)
+            grad_output = ""
+            if settings.backward:
+                grad_output = "recorded" if call.grad_output is not None else "drawn"
+                call = with_grad_output(call, settings.seed)
             forms = Forms.of(call)
             roof = roofs.get(call.dtype)
             if settings.roofline and (call.dtype not in roofs or (roof and roof.interrupted)):
                 roof = roofs[call.dtype] = measure_roof(call.dtype, settings.device)
             stage = functools.partial(report, workload)
             loaded = Loaded(
-                _facts(workload, forms),
+                replace(_facts(workload, forms), grad_output=grad_output),
                 machine,
                 roof,
                 _baseline(call, settings, options, stage),
@@ -306,19 +312,26 @@ def time_together(
     report: Callable[[str], None],
     turns: Turns = alone,
 ) -> list[TimedKernel]:
-    """Time the kernels that ran, and their cores, in the same shuffled rounds."""
-    functions: dict[TimedPart, Callable[[], Tensor]] = {}
+    """Time the kernels that ran, their cores and their backward passes, in the same rounds."""
+    functions: dict[TimedPart, Callable[[], object]] = {}
+    cores: dict[str, Callable[[], Tensor]] = {}
     faults: dict[str, str] = {}
     for member in checked:
         name = member.kernel.name
         if not member.ran or member.is_interpreted:
             continue
         functions[TimedPart(name)] = member.run
+        if member.is_differentiated:
+            step = TrainingStep(member.kernel.attention, member.call)
+            observer.prepare[TimedPart(name, "backward")] = step.prepare
+            functions[TimedPart(name, "backward")] = step.backward
+            functions[TimedPart(name, "both")] = step.both
         if member.kernel.prepare is not None:
             report(name)
             # Prepare the core outside the timed interval: core time excludes the preparation.
             try:
-                functions[TimedPart(name, is_core=True)] = member.kernel.prepare(member.call)
+                cores[name] = member.kernel.prepare(member.call)
+                functions[TimedPart(name, "core")] = cores[name]
             except BaseException as error:
                 faults[name] = classify(error).reason
             observer.restore(name)
@@ -340,10 +353,12 @@ def time_together(
         TimedKernel(
             member,
             measured.get(TimedPart(name)),
-            functions.get(TimedPart(name, is_core=True)),
-            measured.get(TimedPart(name, is_core=True)),
+            cores.get(name),
+            measured.get(TimedPart(name, "core")),
             faults.get(name, ""),
             tuple(sorted(observer.changed.get(name, ()))),
+            backward_samples=measured.get(TimedPart(name, "backward")),
+            both_samples=measured.get(TimedPart(name, "both")),
         )
         for member in checked
         if (name := member.kernel.name)
@@ -352,7 +367,7 @@ def time_together(
 
 def _facts(workload: Workload, forms: Forms) -> CallFacts:
     call = forms.call
-    origin, mask = call.origin, call.attn_mask
+    origin, mask, batch = call.origin, call.attn_mask, Batch.of(call)
     described = None
     if mask is not None:
         described = Mask("bool" if mask.dtype == torch.bool else "float", tuple(mask.shape))
@@ -374,5 +389,6 @@ def _facts(workload: Workload, forms: Forms) -> CallFacts:
         beyond=beyond(call),
         nonfinite="" if (odd := nonfinite_inputs(call)) is None else odd.sentence,
         road=origin.entry_point,
-        batch=None if (batch := Batch.of(call)) is None else batch.size,
+        batch=None if batch is None else batch.size,
+        has_window=None if batch is None else call.variant.window[0] is not None,
     )

@@ -53,6 +53,8 @@ class Settings:
     """Also measure the energy of a call, which takes a second or two for each kernel."""
     roofline: bool = False
     """Measure the device's peak throughput for each dtype."""
+    backward: bool = False
+    """Also differentiate every kernel: judge the gradients, and time the backward pass."""
     resources: bool = False
     """Record the registers and shared memory of Triton programs."""
     tolerances: Thresholds = field(default_factory=Thresholds)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from capture.call.attention_call import AttentionCall
 from replay.bench.stages import CheckedKernel
@@ -17,10 +17,14 @@ PyTorch are always seen in a tensor's version."""
 
 
 class TimedPart(NamedTuple):
-    """Timed function of a kernel: the whole kernel as a model calls it, or its core alone."""
+    """Timed function of a kernel.
+
+    The drop-in is the whole kernel as a model calls it for inference. `both` is its forward and
+    backward in a training step.
+    """
 
     kernel: str
-    is_core: bool = False
+    part: Literal["drop-in", "core", "backward", "both"] = "drop-in"
 
 
 class SharedInputs:
@@ -37,6 +41,8 @@ class SharedInputs:
         """Version number of each input when it was last compared, keyed by the tensor's id."""
         for member in checked:
             self._versions.update(_versions(member.call))
+        self.prepare: dict[TimedPart, Callable[[], None]] = {}
+        """Work before each sample of a part, such as the forward pass before a backward pass."""
         self._warm: set[TimedPart] = set()
         self.changed: dict[str, set[str]] = {}
         """Names of inputs that changed during the timing of a kernel, keyed by kernel."""
@@ -51,6 +57,8 @@ class SharedInputs:
             self._inputs.restore(checked.call)
         else:
             self._compare(checked, in_full=False)
+        if part in self.prepare:
+            self.prepare[part]()
 
     def after(self, part: TimedPart) -> None:
         self._process_state.restore(part.kernel)

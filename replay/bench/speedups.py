@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from replay.bench.confirmation import is_limited, unconfirmed, without_doubt
 from replay.rows.row import Row, SpeedupOver
 from replay.timing.statistics import process_factor, speedup_between, summarize
+
+OWN_CLAIM = "only its own process measured its backward"
+"""Flag of a user's kernel with times of a backward pass."""
 
 
 def with_speedups(rows: Sequence[Row], baseline: str) -> list[Row]:
@@ -16,7 +20,8 @@ def with_speedups(rows: Sequence[Row], baseline: str) -> list[Row]:
     if base is not None and not base.process:
         rows = [_with_process_factor(row, base) for row in rows]
         rows = [without_doubt(row) if _claims_to_be_slow(row, base) else row for row in rows]
-    return [_compared(row, base) if _is_timed(row) else row for row in rows]
+    rows = [_compared(row, base) if _is_timed(row) else row for row in rows]
+    return [_with_training(row, base) if _is_timed(row) else row for row in rows]
 
 
 def _is_timed(row: Row) -> bool:
@@ -27,7 +32,12 @@ def _with_process_factor(row: Row, base: Row) -> Row:
     if row.time_ms is None or base.time_ms is None or not row.time_ms.control:
         return row
     factor = process_factor(row.time_ms.control, base.time_ms.samples)
-    return replace(row, time_ms=replace(row.time_ms, process_factor=factor))
+    times: dict[str, Any] = {
+        name: replace(found, process_factor=factor)
+        for name in ("time_ms", "backward_ms", "both_ms")
+        if (found := getattr(row, name)) is not None
+    }
+    return replace(row, **times)
 
 
 def _claims_to_be_slow(row: Row, base: Row) -> bool:
@@ -60,6 +70,25 @@ def _compared(row: Row, base: Row | None) -> Row:
         flag = f"speed-up confirmed only up to {found.low:.2g}×: writing block inputs takes long"
         row = replace(row, flags=(*row.flags, flag))
     return replace(row, speedup=SpeedupOver(**vars(found), vs=base.kernel))
+
+
+def _with_training(row: Row, base: Row | None) -> Row:
+    """Return a row with the speed-ups of its backward pass, and of forward and backward together.
+
+    Blocks confirm the forward pass alone, so these times of a user's kernel are a claim, as the
+    time of a core is.
+    """
+    if base is None or row.kernel == base.kernel or row.is_unconfirmed:
+        return row
+    found: dict[str, Any] = {}
+    for name in ("backward", "both"):
+        before, after = getattr(base, f"{name}_ms"), getattr(row, f"{name}_ms")
+        if before is not None and after is not None:
+            speedup = speedup_between((before, after))
+            found[f"{name}_speedup"] = SpeedupOver(**vars(speedup), vs=base.kernel)
+    if found and row.process:
+        found["flags"] = (*row.flags, OWN_CLAIM)
+    return replace(row, **found)
 
 
 def _with_time_of_blocks(row: Row, base: Row | None) -> Row:

@@ -17,7 +17,7 @@ from replay.isolation.inputs import drop_in
 from replay.kernels.failures import Finding
 from replay.kernels.libraries import is_interpreted
 from replay.kernels.registry import Kernel
-from replay.rows.errors_of_output import Accuracy, Summary
+from replay.rows.errors_of_output import Accuracy, Gradients, Summary
 from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row
 from replay.timing import flops
 from replay.timing.energy import EnergyBlock
@@ -59,6 +59,9 @@ class CheckedKernel:
     reference_summary: Summary | None = None
     peak_bytes: int | None = None
     programs: tuple[Program, ...] = ()
+    gradients: Gradients | None = None
+    """Errors of the gradients; None if the kernel was not differentiated."""
+    both_peak_bytes: int | None = None
 
     @property
     def ran(self) -> bool:
@@ -69,6 +72,11 @@ class CheckedKernel:
     def is_interpreted(self) -> bool:
         """True if Triton's interpreter runs the kernel, so that its times are meaningless."""
         return self.kernel.library == "triton" and is_interpreted()
+
+    @property
+    def is_differentiated(self) -> bool:
+        """True if the kernel returned gradients that could be judged."""
+        return self.gradients is not None
 
     @property
     def run(self) -> Callable[[], Tensor]:
@@ -93,6 +101,9 @@ class TimedKernel:
     """Energy of a second of calls without gaps; None unless measured."""
     no_energy: str = ""
     """Reason why energy could not be measured."""
+    backward_samples: Samples | None = None
+    both_samples: Samples | None = None
+    """Times of forward and backward together; None unless the kernel was differentiated."""
     control_ms: tuple[float, ...] = ()
     """Times of the baseline in this process, if it belongs to another process."""
 
@@ -134,6 +145,10 @@ def make_row(
     time_ms = None
     if samples is not None:
         time_ms = summarize(samples.ms, samples.interrupted, control=timed.control_ms)
+    backward_ms, both_ms = (
+        summarize(each.ms, each.interrupted) if is_timed and each is not None else None
+        for each in (timed.backward_samples, timed.both_samples)
+    )
     layer_host_ms = None
     if samples is not None and samples.layer_host_ms:
         layer_host_ms = summarize(samples.layer_host_ms)
@@ -172,6 +187,10 @@ def make_row(
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
+        backward_ms=backward_ms,
+        both_ms=both_ms,
+        both_peak_bytes=checked.both_peak_bytes,
+        gradients=checked.gradients,
         tflops=tflops,
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=intensity,

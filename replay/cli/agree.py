@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
 
 from capture.command_line.parser import positive
@@ -12,7 +10,7 @@ from replay.api.batch_invariance import CHUNK, agree
 from replay.api.call_choices import RecordedCalls
 from replay.api.chosen_device import check_name
 from replay.api.messages import say
-from replay.cli.files import INCONCLUSIVE, check_files, write_and_show
+from replay.cli.files import INCONCLUSIVE, check_files, write_and_print
 from replay.cli.shared_options import WAITING, VerbParser
 from replay.cli.stdout import reserved_stdout
 
@@ -69,11 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             timeout=arguments.timeout,
             progress=not arguments.quiet,
         )
-    write_and_show(
-        arguments.json,
-        lambda: json.dumps([asdict(each) for each in found.found], indent=1) + "\n",
-        lambda: print(found, file=sys.stderr if arguments.json == "-" else sys.stdout),
-    )
+    write_and_print(arguments.json, [asdict(each) for each in found.found], found)
     for sentence in filter(None, (found.note, *found.unreadable.values())):
         say(sentence)
     if found.differ or found.unreadable:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ from replay.api.cache_formats import cache_formats
 from replay.api.call_choices import RecordedCalls
 from replay.api.chosen_device import check_name
 from replay.api.messages import say
-from replay.cli.files import check_files, write_and_show
+from replay.cli.files import check_files, write_and_print
 from replay.cli.shared_options import VerbParser
 from replay.cli.stdout import reserved_stdout
 
@@ -75,11 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             progress=not arguments.quiet,
         )
-    write_and_show(
-        arguments.json,
-        lambda: json.dumps(_plain(found), indent=1) + "\n",
-        lambda: print(found, file=sys.stderr if arguments.json == "-" else sys.stdout),
-    )
+    write_and_print(arguments.json, _plain(found), found)
     calls: dict[str, list[str]] = {}
     for name, reason in found.left_out.items():
         calls.setdefault(reason, []).append(name)

@@ -90,7 +90,7 @@ def parser() -> VerbParser:
         help="recording of the calls: say in --markdown why a kernel became wrong",
     )
     command.add("--json", help="write all comparisons as JSON (- for stdout)")
-    command.add_common(verbosity=False)
+    command.add_common()
     command.add_version()
     return command
 

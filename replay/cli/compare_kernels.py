@@ -43,7 +43,7 @@ def parser() -> VerbParser:
         help="replay each call with random values too, and show how far those mislead",
     )
     command.add("--kernels", to=what)
-    how = (*TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
+    how = ("--backward", *TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
     command.group("how to measure, and where", *how)
     shown = command.group(
         "what to show and write", "--details", "--metric", "--errors-against", "--tolerances"

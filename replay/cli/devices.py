@@ -29,7 +29,7 @@ def parser() -> VerbParser:
     )
     command.add_argument("rows", nargs="+", metavar="ROWS", help="files that `replay --json` wrote")
     command.add("--markdown")
-    command.add_common(verbosity=False)
+    command.add_common()
     command.add_version()
     return command
 

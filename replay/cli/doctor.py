@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import warnings
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from capture.command_line.parser import Listed, positive
 from capture.text.printable import printable
@@ -19,13 +16,10 @@ from replay.api.choices import thresholds
 from replay.api.chosen_device import check_name, device_of
 from replay.api.diagnose import ExaminationInterrupted, able_kernels, doctor
 from replay.api.messages import say
-from replay.cli.files import UsageError, check_files, write_and_show
+from replay.cli.files import UsageError, check_files, write_and_print
 from replay.cli.shared_options import WAITING, VerbParser
 from replay.cli.stdout import reserved_stdout
 from replay.diagnosis.modes import chosen_modes
-
-if TYPE_CHECKING:
-    from replay.diagnosis.examinations import Diagnoses
 
 CALLS = 20
 """Default number of calls to record from a model."""
@@ -154,11 +148,7 @@ def _examine(arguments: argparse.Namespace) -> int:
             )
     except ExaminationInterrupted as interrupted:
         raise KeyboardInterrupt(_interruption(interrupted, arguments.json)) from None
-    write_and_show(
-        arguments.json,
-        lambda: json.dumps(plain([one.to_json() for one in found.found]), indent=1) + "\n",
-        partial(_print, found, arguments.json),
-    )
+    write_and_print(arguments.json, plain([one.to_json() for one in found.found]), found)
     for sentence in found.left_out:
         say(sentence)
     if found.wrong or found.unreadable:
@@ -171,10 +161,6 @@ def _interruption(interrupted: ExaminationInterrupted, file: str | None) -> str:
     found = interrupted.found
     if not found.examined:
         return "nothing was examined"
-    _print(found, file)
+    print(found, file=sys.stderr if file == "-" else sys.stdout)
     kept = f", and {file} stayed as before" if file is not None and os.path.isfile(file) else ""
     return f"{found.examined} of {interrupted.total} runs of a kernel on a call were examined{kept}"
-
-
-def _print(found: Diagnoses, file: str | None) -> None:
-    print(found, file=sys.stderr if file == "-" else sys.stdout)

@@ -36,7 +36,7 @@ def parser() -> VerbParser:
         metavar="PHASE",
         help=f"{', '.join(SPANS)} (default: the phase that takes most of a run)",
     )
-    command.add_common(verbosity=False)
+    command.add_common()
     return command
 
 

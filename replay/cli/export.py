@@ -44,7 +44,7 @@ def parser() -> VerbParser:
     command.add_argument(
         "--steps", type=positive, metavar="N", help="number of denoising steps, for xdit"
     )
-    command.add_common(verbosity=False)
+    command.add_common()
     return command
 
 

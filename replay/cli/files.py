@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attention_replay.errors import Error
 from capture.command_line.parser import not_empty
@@ -89,6 +90,18 @@ def write_and_show(path: str | None, text: Callable[[], str], show: Callable[[],
                 file.write(text())
     finally:
         show()
+
+
+def write_and_print(path: str | None, data: Any, found: object) -> None:
+    """Write data as JSON, and print results on stdout, or on stderr if the path is `-`.
+
+    Raises:
+        NotWritten: the file cannot be written.
+    """
+    stream = sys.stderr if path == "-" else sys.stdout
+    write_and_show(
+        path, lambda: json.dumps(data, indent=1) + "\n", lambda: print(found, file=stream)
+    )
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def parser() -> VerbParser:
         type=output_file,
         help="page to write (- for stdout)",
     )
-    command.add_common(verbosity=False)
+    command.add_common()
     command.add_version()
     return command
 

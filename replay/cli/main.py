@@ -81,7 +81,7 @@ def _run(given: list[str]) -> int:
     if verb in WITH_SHAPE and options[:1] == ["random"]:
         options, parser = options[1:], module.parser_with_shape
     arguments = parser().parse_args(options, argparse.Namespace(command=given))
-    with narrated(vars(arguments).get("verbose", False)):
+    with narrated(arguments.verbose):
         code: int = module.run(arguments)
     return code
 

@@ -21,7 +21,10 @@ from replay.rows.row import KernelId, Row, Speedup
 OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--tolerances")
 """Options that `plan` and `verify` share with the default verb."""
 
-CARRIED = ("--dir", "--join-ranks", *SHAPE, "--max-seq", *VALUES, *OF_RECORDING[1:])
+CARRIED = (
+    *("--dir", "--join-ranks", *SHAPE, "--max-seq", *VALUES, "--backward", *OF_RECORDING[1:]),
+    "--trust-code",
+)
 """Options that the suggested command repeats, unless they have their default values."""
 
 
@@ -46,6 +49,8 @@ def next_step(
     rows = [row for row in rows if row.kernel]  # omit rows of unreadable calls
     if not rows:
         return ""
+    if given.get("backward"):  # the doctor, plans and checks of a model are about inference
+        return _charts(arguments)
     found = matrix(rows)
     baselines = {kind.baseline for kind in found.kinds}
     compared = [kernel for kernel in found.kernels if kernel.name not in baselines]
@@ -100,12 +105,16 @@ def next_step(
         further = ["--out", "plan.json", "--budget", BUDGET]
         choose = _command(arguments, "plan", *further, flags=OF_RECORDING)
         return f"choose the fastest kernel for each layer: {choose}"
-    if given.get("report"):
+    return _charts(arguments)
+
+
+def _charts(arguments: argparse.Namespace) -> str:
+    if vars(arguments).get("report"):
         return ""
     if arguments.json:
         look = shlex.join(["replay", "report", arguments.json, "-o", "out.html"])
     else:
-        look = _command(arguments, verb, "--report", "out.html")
+        look = _command(arguments, arguments.verb, "--report", "out.html")
     return f"look at it as charts, and send it to others: {look}"
 
 

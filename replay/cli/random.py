@@ -26,7 +26,7 @@ def parser() -> VerbParser:
         EXAMPLES,
     )
     command.group("the calls", *SHAPE, "--causal", *VALUES)
-    how = ("--kernels", *TIMING, "--baseline-kernel", "--device", "--env", WAITING)
+    how = ("--kernels", "--backward", *TIMING, "--baseline-kernel", "--device", "--env", WAITING)
     command.group("how to measure, and where", *how)
     shown = ("--metric", "--json", "--report", "--check")
     command.add_common(command.group("what to show and write", *shown))

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 OF_ALL_CALLS = ("out", "checks")
 """Options for outputs that require a complete replay."""
 
-FOR_TABLES = ("details", "metric", "per_call")
+FOR_TABLES = ("details", "metric", "per_call", "backward")
 """Options that print the tables of each kind of call below the matrix."""
 
 HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")

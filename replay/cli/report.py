@@ -62,7 +62,7 @@ def parser() -> VerbParser:
     command.add_argument(
         "--budget", metavar="METRIC=X", help="draw this limit of errors, e.g. cosine=0.998"
     )
-    command.add_common(verbosity=False)
+    command.add_common()
     return command
 
 

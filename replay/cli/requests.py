@@ -70,7 +70,14 @@ def measure_of(arguments: argparse.Namespace, *, for_model: bool = False) -> Mea
     if vars(arguments).get("report"):
         metrics.append("roofline")
     metrics += [name for name in REQUESTED_METRICS if name in wanted]
-    return chosen(MeasureChoice, arguments, metrics=tuple(metrics), for_model=for_model)
+    named = "backward" in wanted and vars(arguments).get("metric") is not None
+    return chosen(
+        MeasureChoice,
+        arguments,
+        metrics=tuple(metrics),
+        backward=named or vars(arguments).get("backward", False),
+        for_model=for_model,
+    )
 
 
 def recorded_calls(arguments: argparse.Namespace) -> RecordedCalls:

@@ -38,7 +38,7 @@ MASKS = ("none", "causal", "padding", "window", "random")
 REQUESTED_METRICS = ("stats", "resources")
 """Figures shown only if `--metric` names them, because they take time or space."""
 ALL_METRICS = (*METRICS, *REQUESTED_METRICS)
-DEFAULT_METRICS = "time,throughput,accuracy"
+DEFAULT_METRICS = "time,throughput,accuracy,backward"
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -117,6 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kernels to run; FILE.py:FUNCTION for your own, all for every kernel (default: a few)",
     ),
     "--kernel": _text("K", "kernel to use: a name, or FILE.py:FUNCTION"),
+    "--backward": _flag("judge gradients and time backward too, as in a training step"),
     "--cache": {
         "choices": ["cold", "warm"],
         "help": "state of the L2 cache (default: cold on a GPU)",
@@ -147,7 +148,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--gpus": _names("all|0,1", "spread calls over GPUs of this host"),
     "--ray": _text(
         "HOST:PORT",
-        "spread calls over a Ray cluster: its address, auto, or no value to start one here",
+        "spread calls over a Ray cluster: its address, auto, or none to start one",
         nargs="?",
         const="local",
     ),
@@ -183,9 +184,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "--text": _text("FILE", "text to judge a language model on: KL, top-1 agreement, perplexity"),
     "--save-output": _text("DIR", "save the outputs of all kernels that run"),
-    "--check": _flag(
-        "exit with 1 if a kernel fails or is inaccurate, with 3 if the machine is too busy to tell"
-    ),
+    "--check": _flag("exit with 1 if a kernel fails or is wrong, 3 if the machine is too busy"),
     "--debug": _flag("show tracebacks"),
 }
 """Options by flag, each with its arguments for `add_argument`."""
@@ -257,12 +256,9 @@ class VerbParser(OneSentenceParser):
         self.add(*flags, to=group)
         return group
 
-    def add_common(
-        self, group: argparse._ActionsContainer | None = None, *, verbosity: bool = True
-    ) -> None:
-        """Add the options of every verb: help, tracebacks and, for long verbs, verbosity."""
+    def add_common(self, group: argparse._ActionsContainer | None = None) -> None:
+        """Add the options of every verb: help, verbosity and tracebacks."""
         place = self if group is None else group
         place.add_argument("-h", "--help", action="help", help="show this help and exit")
-        if verbosity:
-            add_verbosity(place)
+        add_verbosity(place)
         self.add("--debug", to=place)

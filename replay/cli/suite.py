@@ -34,7 +34,16 @@ def parser() -> VerbParser:
         "--max-seq", type=positive, metavar="N", help="maximum length; longer shapes are left out"
     )
     command.add(*VALUES, to=what)
-    how = ("--kernels", *TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
+    how = (
+        "--kernels",
+        "--backward",
+        *TIMING,
+        "--baseline-kernel",
+        "--max-time",
+        DEVICES,
+        "--env",
+        WAITING,
+    )
     command.group("how to measure, and where", *how)
     shown = (
         "--details",

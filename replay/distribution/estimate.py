@@ -23,6 +23,10 @@ RUNS_BESIDE_SAMPLES = 15
 REFERENCE_RUNS = 5
 """Cost of the reference, in multiples of a kernel's operations at the reference's rate."""
 
+WITH_BACKWARD = 8
+"""Forward passes that take as long as a forward, a backward and both: a backward takes 2.5, and its
+sample needs a forward of its own."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -83,6 +87,7 @@ def flops(metadata: CallMetadata) -> float:
 
 def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -> float:
     """Estimate the seconds of a call from its operations and the number of kernels."""
+    flops *= WITH_BACKWARD if settings.backward else 1
     run = flops / rates.flops + 1e-5
     sample = run * (1 + settings.calls_before) + rates.sample_seconds
     rounds = min(settings.rounds, max(settings.max_seconds / sample, MINIMUM_ROUNDS))

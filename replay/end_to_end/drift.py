@@ -5,6 +5,7 @@ A run's outputs are CPU tensors by name, as `models` names them. The following t
 - language: `sequences` (1, T), prompt and new tokens; `logits` (steps, V) of the new tokens; and
   for a given text that the model read, `text_ids` (1, T) and `text_logits` (T, V);
 - diffusion: `latents`; `frames` (F, C, H, W) or `images` (N, C, H, W) in [0, 1];
+- training: `loss` and `grad_norm` (steps,), compared at the last step;
 - any other model: `output`.
 """
 
@@ -45,6 +46,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "worst_ssim": ("", "SSIM of the worst frame"),
     "frames": ("frames", "frames or images compared"),
     "black_frames": ("frames", "frames black in the kernel's run but not in the baseline's"),
+    "loss": ("", "loss of the last training step"),
+    "baseline_loss": ("", "the same, with the model's own attention"),
+    "grad_norm": ("", "L2 norm of all gradients in the last training step"),
+    "baseline_grad_norm": ("", "the same, with the model's own attention"),
 }
 """Unit and meaning of every drift metric.
 
@@ -53,6 +58,9 @@ language model's logits on the text (or on the compared generated tokens if ther
 any other model's output. `kl` is measured in one forward over the entire text, as in prefill;
 `generated_kl` in decoding.
 """
+
+TRAINING = {"loss": "loss", "grad_norm": "gradient norm"}
+"""Names in tables of what a training step returns."""
 
 BLACK = 0.02
 """A frame is black if its mean and standard deviation do not exceed this value: about 5 of 255."""
@@ -83,6 +91,9 @@ def compare(baseline: Outputs, kernel: Outputs) -> Drift:
             raise ValueError("the two runs read different texts: their logits cannot be compared")
         found |= _text(*pair, baseline["text_ids"][0])
         main = pair
+    for name in TRAINING:
+        if pair := _both(name, baseline, kernel):
+            found[f"baseline_{name}"], found[name] = (float(each[-1]) for each in pair)
     if main is not None:
         found |= _distance(*main)
     found["nan_count"] = _nan_count(kernel)
@@ -115,6 +126,10 @@ def cells(drift: Drift) -> list[str]:
         shown.append(
             f"rel. L1 {_digits(drift['relative_l1'], 2)}, cosine {_truncated(drift['cosine'], 5)}"
         )
+    for name, shown_name in TRAINING.items():
+        if name in drift:
+            before, after = _digits(drift[f"baseline_{name}"], 6), _digits(drift[name], 6)
+            shown.append(f"{shown_name} {before} → {after}")
     if drift.get("black_frames"):
         shown.append(f"{drift['black_frames']} of {drift['frames']} black")
     if drift["nan_count"]:

@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -104,6 +104,8 @@ class ModelResult:
     """Outputs per run that had to be copied into another layout."""
     peak_bytes: int | None = None
     drift: drift.Drift = field(default_factory=dict)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    """Values of each step of a run that trains, by the names in `drift.TRAINING`."""
     attention_seconds: dict[str, float] = field(default_factory=dict)
     """Time of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
@@ -323,6 +325,8 @@ def _checked(
     mine = [row for row in rows if row.id == _at(choose, row.call)]
     checked.changed_inputs = sorted({each for row in mine for each in row.changed_inputs})
     _fill_in_runs(checked, arm, own)
+    curves = ((name, arm.outputs.get(name)) for name in drift.TRAINING)
+    checked.curves = {name: each.tolist() for name, each in curves if each is not None}
     if arm is own:
         return checked
     try:
@@ -340,9 +344,25 @@ def _checked(
         checked.prediction = predict(
             capture.census, rows, choose, OWN, *clocked, stand_ins=stand_ins, seed=seed
         )
+        if checked.curves:
+            checked.prediction = _of_forwards(checked.prediction)
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
+
+
+def _of_forwards(prediction: Prediction) -> Prediction:
+    """Return a prediction without the run, which also has backward passes."""
+    reason = "only forward passes are predicted, and this run trains"
+    run = replace(
+        prediction.run,
+        new_seconds=None,
+        speedup=None,
+        new_tokens_per_second=None,
+        saved_seconds=None,
+        reason=reason,
+    )
+    return replace(prediction, run=run)
 
 
 def _at(choose: KernelAt, call: CallFacts) -> KernelId:

@@ -50,6 +50,8 @@ class Exported:
     losses: list[Loss] = field(default_factory=list)
     device: str = ""
     """Type of device on which the plan was made, where alone its times hold; empty if unknown."""
+    needs: str = ""
+    """Version of the target that the text needs; empty for any."""
 
     @property
     def saved_ms(self) -> float:
@@ -59,4 +61,5 @@ class Exported:
     def __str__(self) -> str:
         head = f"{self.target}: saves {self.saved_ms:.4g} of the plan's {self.planned_ms:.4g} ms"
         where = f" on {printable(self.device)}" if self.device else ""
-        return "\n".join([f"{head} per run{where}", *(f"- {loss}" for loss in self.losses)])
+        needs = f"; needs {self.needs}" if self.needs else ""
+        return "\n".join([f"{head} per run{where}{needs}", *(f"- {loss}" for loss in self.losses)])

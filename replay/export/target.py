@@ -50,6 +50,8 @@ class Target:
     needs_number_of_steps: bool = False
     adapt: Callable[[Plan, Target], tuple[Plan, Target]] = lambda plan, target: (plan, target)
     """Function that writes a plan in the target's terms, and chooses its places for this plan."""
+    needs: Callable[[str], str] = lambda text: ""
+    """Function that returns the version that an exported text needs; empty for any."""
 
 
 def entries(places: KernelsAt, names: Mapping[str, str], indent: str) -> Iterator[str]:

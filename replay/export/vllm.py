@@ -1,22 +1,24 @@
-"""vLLM: one attention backend, and the layers whose cache is in FP8, as arguments of `vllm.LLM`.
+"""vLLM: attention backends, and the layers whose cache is in FP8, as arguments of `vllm.LLM`.
 
 vLLM has one backend for all layers, prefill and decode; our kernels of one backend count as one
-kernel. The format of the cache can differ: in layers whose every call had an FP8 cache and keeps
-the kernel for it, the cache is in FP8, and in all others, which vLLM skips, in 16 bits. Read from
-vLLM 0.22.1 (`AttentionConfig`, `CacheConfig`, `AttentionBackendEnum`). Newer versions also take a
-backend for each kind of layer (windows or not), which a plan does not tell apart.
+kernel. From 0.26 on, layers with a sliding window may have another backend than layers without. The
+export uses this only if it saves more. The format of the cache can differ: in layers whose every
+call had an FP8 cache and keeps the kernel for it, the cache is in FP8, and in all others, which
+vLLM skips, in 16 bits. Read from vLLM 0.22.1 and 0.27.1 (`AttentionConfig`, `CacheConfig`,
+`AttentionBackendEnum`, `KVCacheSpecKind`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from replay.export.assignment import assign, own_kernel
 from replay.export.target import Ranges, Target
+from replay.plan.key_lengths import KernelsByLength
 from replay.plan.plan import LayerChoice, Plan
 
 FLASH_3, FP8 = "fa3-kvcache", "fa3-kvcache-fp8"
@@ -42,15 +44,30 @@ SAME = {
 }
 """Kernels of the same backends, which run other phases or have their keys in one piece."""
 
-ALL, IN_FP8 = "all layers", "layers with an FP8 cache"
+KINDS = {False: ("full_attention", "mla_attention"), True: ("sliding_window", "sliding_window_mla")}
+"""Kinds of layers without and with a sliding window, and those of latent attention (MLA)."""
 
 
-def _alike(choice: LayerChoice) -> str | None:
-    return None if choice.phase == "denoise" else ALL
+class Layers(NamedTuple):
+    """Layers that share a kernel."""
+
+    modules: frozenset[str]
+    has_window: bool | None = None
+    """Kind of the layers; None for all layers that share a backend."""
+
+
+def _in(groups: Collection[Layers]) -> Callable[[LayerChoice], Layers | None]:
+    """Return the function that finds the group of a choice."""
+
+    def place(choice: LayerChoice) -> Layers | None:
+        found = (each for each in groups if choice.module in each.modules)
+        return None if choice.phase == "denoise" else next(found, None)
+
+    return place
 
 
 def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
-    """Name kernels by their backends, and separate layers with an FP8 cache if that saves more."""
+    """Name kernels by their backends, and separate layers if that saves more."""
     plan = replace(
         plan,
         baseline=SAME.get(plan.baseline, plan.baseline),
@@ -63,72 +80,97 @@ def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
             for choice in plan.choices
         ],
     )
-    in_fp8 = _in_fp8(plan)
-
-    def by_cache(choice: LayerChoice) -> Hashable | None:
-        return IN_FP8 if choice.module in in_fp8 else _alike(choice)
-
-    both = {name: KERNELS[name] for name in (FLASH_3, FP8)}
-    separate = replace(target, kernels=both, place=by_cache)
-    return plan, max((target, separate), key=lambda each: _saved_ms(plan, each))
-
-
-def _in_fp8(plan: Plan) -> set[str]:
-    """Return the modules whose caches are in FP8 in every phase."""
-    others = {choice.module for choice in plan.choices if choice.kernel != FP8}
-    return {choice.module for choice in plan.choices} - others
-
-
-def _skipped(plan: Plan) -> list[int] | None:
-    """Return the layers without an FP8 cache; None if a path has not exactly one number."""
-    numbers = set()
-    for module in {choice.module for choice in plan.choices} - _in_fp8(plan):
-        found = [int(part) for part in module.split(".") if part.isdecimal()]
-        if len(found) != 1:
-            return None
-        numbers.update(found)
-    return sorted(numbers)
+    modules = frozenset(choice.module for choice in plan.choices)
+    rest = frozenset(choice.module for choice in plan.choices if choice.kernel != FP8)
+    by_cache = [Layers(modules - rest), Layers(rest)]
+    by_kind = [
+        Layers(frozenset(each.module for each in plan.choices if each.has_window is has), has)
+        for has in KINDS
+    ]
+    possible = [replace(target, place=_in([Layers(modules)]))]
+    if all(each.modules for each in by_cache):
+        both = {name: KERNELS[name] for name in (FLASH_3, FP8)}
+        possible.insert(0, replace(target, kernels=both, place=_in(by_cache)))  # first of a tie
+    if sorted(modules) == sorted(name for each in by_kind for name in each.modules):
+        joins = "all layers of a kind, with windows or without"
+        possible.append(replace(target, joins=joins, place=_in(by_kind)))
+    return plan, max(possible, key=lambda each: _saved_ms(plan, each))
 
 
 def _saved_ms(plan: Plan, target: Target) -> float:
     """Return the time that an export to the target saves; -inf if vLLM cannot run it."""
     ranges, losses = assign(plan, target)
-    if target.place is not _alike:
-        others = _kernel(plan, ranges, ALL) if ALL in ranges[0][1] else FLASH_3
-        if others != FLASH_3 or _skipped(plan) is None:
-            return -math.inf
+    if _arguments(plan, ranges) is None:
+        return -math.inf
     return plan.saved_ms - math.fsum(loss.lost_ms for loss in losses)
 
 
-def _kernel(plan: Plan, ranges: Ranges, place: str) -> str:
-    """Return the kernel in a place, or the model's own; empty if the layers have several of it."""
-    ((_, kernel),) = ranges[0][1][place]
-    own = {own_kernel(choice, plan) for choice in plan.choices}
+def _arguments(plan: Plan, ranges: Ranges) -> dict[str, Any] | None:
+    """Return the arguments that give layers their kernels; None if vLLM cannot have these."""
+    kernels = {layers: _kernel(plan, layers, found) for layers, found in ranges[0][1].items()}
+    named = {layers: KERNELS.get(kernel, "") for layers, kernel in kernels.items()}
+    of_kind = {layers.has_window: name for layers, name in named.items()}
+    versions = {version for name in named.values() if (version := name.partition(" ")[2])}
+    if any(of_kind[layers.has_window] != name for layers, name in named.items()):
+        return None
+    if len(versions) > 1:
+        return None
+    backends = {kind: name.partition(" ")[0] for kind, name in of_kind.items()}
+    config: dict[str, Any] = {}
+    if len({*backends.values()}) > 1:
+        per_kind = {
+            KINDS[kind][name.endswith("MLA")]: name for kind, name in backends.items() if name
+        }
+        config |= {"backend": "auto", "backend_per_kind": per_kind}
+    elif any(backends.values()):
+        (config["backend"],) = {*backends.values()}
+    if versions:
+        config["flash_attn_version"] = int(versions.pop())
+    arguments: dict[str, Any] = {"attention_config": config} if config else {}
+    if FP8 in kernels.values():
+        in_16_bits = [layers.modules for layers, kernel in kernels.items() if kernel != FP8]
+        skipped = _numbers(frozenset[str]().union(*in_16_bits))
+        if skipped is None:
+            return None
+        arguments["kv_cache_dtype"] = "fp8"
+        if skipped:
+            arguments["kv_cache_dtype_skip_layers"] = skipped
+    return arguments
+
+
+def _kernel(plan: Plan, layers: Layers, found: KernelsByLength) -> str:
+    """Return the kernel of layers, or the model's own; empty if they have several of it."""
+    ((_, kernel),) = found
+    own = {own_kernel(choice, plan) for choice in plan.choices if choice.module in layers.modules}
     return kernel or (own.pop() if len(own) == 1 else "")
 
 
+def _numbers(modules: Iterable[str]) -> list[str] | None:
+    """Return the numbers of layers; None if a path has not exactly one number."""
+    numbers = set()
+    for module in modules:
+        found = [int(part) for part in module.split(".") if part.isdecimal()]
+        if len(found) != 1:
+            return None
+        numbers.update(found)
+    return [str(number) for number in sorted(numbers)]
+
+
 def _text(plan: Plan, ranges: Ranges, steps: int | None) -> str:
-    arguments: dict[str, Any] = {}
-    places = [place for place in (IN_FP8, ALL) if place in ranges[0][1]]
-    kernels = [_kernel(plan, ranges, place) for place in places]
-    if kernels and kernels[0] in KERNELS:
-        backend, _, version = KERNELS[kernels[0]].partition(" ")
-        arguments["attention_config"] = {"backend": backend}
-        if version:
-            arguments["attention_config"]["flash_attn_version"] = int(version)
-    if FP8 in kernels:
-        arguments["kv_cache_dtype"] = "fp8"
-        if places[0] == IN_FP8 and (skipped := _skipped(plan)):
-            arguments["kv_cache_dtype_skip_layers"] = [str(number) for number in skipped]
-    return json.dumps(arguments, indent=2) + "\n"
+    return json.dumps(_arguments(plan, ranges), indent=2) + "\n"
+
+
+def _needs(text: str) -> str:
+    return "vLLM 0.26 or later" if "backend_per_kind" in text else ""
 
 
 TARGET = Target(
     "vllm",
     KERNELS,
-    _alike,
+    _in(()),
     "all layers and phases",
     _text,
     has_steps=False,
     adapt=_adapt,
+    needs=_needs,
 )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.gradients import DIFFERENTIATED, GRADIENTS
 from replay.accuracy.errors import compare, summary
+from replay.accuracy.gradient_verdict import GradientVerdict, expected_gradients
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
@@ -20,7 +23,14 @@ from replay.isolation.block import BlockVerdict
 from replay.isolation.block_inputs import BlockInputs, draw_rows, one_thread
 from replay.isolation.output_rows import side_by_side, some_rows
 from replay.kernels.failures import Finding
-from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summary
+from replay.rows.errors_of_output import (
+    Accuracy,
+    AccuracyClass,
+    Errors,
+    GradientErrors,
+    Gradients,
+    Summary,
+)
 
 SLACK = 2.0
 """Factor that widens the tolerance of a block's rows, whose inputs differ from the recorded inputs.
@@ -41,6 +51,15 @@ class Judged:
     kept: float | None = None
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
+
+
+@dataclass(frozen=True)
+class JudgedGradients:
+    """Judgement of the gradients that a kernel's backward pass returned."""
+
+    finding: Finding
+    errors: Gradients | None = None
+    """Errors of the gradients; None if one of them is missing."""
 
 
 Choose = Callable[[int], Tensor]
@@ -67,6 +86,11 @@ class OutputJudge(Protocol):
                 time is discarded.
             with_accuracy: return the errors of right outputs too, not only of wrong outputs.
         """
+
+    def judge_gradients(
+        self, kernel: str, accuracy_class: AccuracyClass, gradients: dict[str, Tensor]
+    ) -> JudgedGradients:
+        """Judge the gradients of query, key and value, by name, for the call's `grad_output`."""
 
     def begin_block(self, kernel: str, calls: int) -> tuple[int, list[Tensor]]:
         """Start the clock of a block of calls.
@@ -107,7 +131,8 @@ class LocalJudge:
         compared: Tensor | None = None,
         thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
     ) -> None:
-        self.call = call
+        self.call = call.without_gradients()
+        self._grad_output = call.grad_output
         self._thresholds = thresholds
         self._errors_against = errors_against
         self._compare_stats = compare_stats
@@ -159,6 +184,35 @@ class LocalJudge:
             output_summary=summary(output),
             reference_summary=None if against is None else summary(against),
         )
+
+    def judge_gradients(
+        self, kernel: str, accuracy_class: AccuracyClass, gradients: dict[str, Tensor]
+    ) -> JudgedGradients:
+        for name in DIFFERENTIATED:
+            if name not in gradients:
+                reason = f"its backward returns no {GRADIENTS[name]}"
+                return JudgedGradients(Finding("inaccurate", reason))
+        try:
+            expected = self._expected_gradients
+        except ValueError as error:
+            return JudgedGradients(Finding("unsupported", str(error)))
+        verdict = GradientVerdict(
+            {
+                name: judge(gradients[name], expected[name], accuracy_class, self._thresholds)
+                for name in DIFFERENTIATED
+            }
+        )
+        errors = {
+            name: GradientErrors(each.tolerance_ratio, each.errors.relative_l1, each.errors.max_abs)
+            for name, each in verdict.verdicts.items()
+        }
+        finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
+        return JudgedGradients(finding, Gradients(**errors))
+
+    @cached_property
+    def _expected_gradients(self) -> dict[str, Expected]:
+        assert self._grad_output is not None
+        return expected_gradients(self.call, self._grad_output)
 
     def judge_block(
         self,

@@ -100,7 +100,8 @@ def _forget_graphs() -> None:
 
 def _facts(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype, value.device)
+        sizes = (tuple(value.shape), value.stride(), value.dtype, value.device)
+        return (*sizes, value.requires_grad)
     if isinstance(value, BlockMask):  # packed sequences get a new object at every call
         return value.shape
     return value if isinstance(value, Hashable) else id(value)

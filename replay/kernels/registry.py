@@ -124,6 +124,10 @@ class Kernel:
     call this function.
     """
 
+    differentiable: bool | None = False
+    """True if PyTorch computes gradients of `attention`; None if only a run can tell, as for a
+    user's function. A NotImplementedError in such a run is a refusal."""
+
     features: frozenset[str] = frozenset()
     """Features beyond SDPA that the kernel supports (`capture.call.attention_variant.FEATURES`).
 
@@ -367,7 +371,7 @@ def of_function(name: str, function: Attention, **fields: Any) -> Kernel:
         SignatureError: the function cannot take a call.
     """
     attention, declared = adapted(function, fields.get("features", ()))
-    kernel = Kernel(name, attention, **fields)
+    kernel = Kernel(name, attention, **{"differentiable": None, **fields})
     if declared is None:
         return kernel
     return replace(

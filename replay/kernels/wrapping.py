@@ -114,6 +114,7 @@ def adapt(
     features: Collection[str] = (),
     prefers_rewritten_mask: bool = False,
     packed_decode: bool = False,
+    differentiable: bool | None = False,
 ) -> Kernel:
     """Return a kernel of `library`; `Kernel` describes the other arguments.
 
@@ -143,6 +144,7 @@ def adapt(
         own_process=own_process,
         chosen=chosen,
         options=options,
+        differentiable=differentiable,
         features=frozenset(features),
         prefers_rewritten_mask=lambda call: prefers_rewritten_mask,
     )

@@ -24,6 +24,12 @@ from replay.kernels.registry import Kernel
 from replay.patch.call_counts import Swap
 from replay.patch.custom_op import costs_reshape, laid_out
 from replay.patch.denoising_steps import current_step
+from replay.patch.kernel_backward import (
+    in_kernel_backward,
+    mark_backward,
+    needed_gradients,
+    no_backward,
+)
 from replay.patch.planned_modules import NOT_PLANNED, key_length
 from replay.plan.key_lengths import kernel_for
 from replay.plan.step_ranges import KernelsByStep
@@ -84,6 +90,7 @@ class CallDispatcher:
         self._kernels = kernels
         self._attentions = {name: kernel.attention for name, kernel in kernels.items()}
         self._forms: dict[object, _CallForm] = {}
+        self._without_backward: dict[object, str | None] = {}
         self._choose = choose
         self._own = F.scaled_dot_product_attention
         self._counting = threading.Lock()
@@ -92,6 +99,8 @@ class CallDispatcher:
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
         """Handle a call that is not compiled."""
+        if in_kernel_backward():
+            return proceed()
         name = self._name(arguments)
         if is_any_enabled():  # a kernel does not cast its inputs under autocast, as SDPA would
             arguments = cast(arguments, autocast_dtype(arguments.query))
@@ -161,6 +170,8 @@ class CallDispatcher:
                 wrong = malformed(output, AttentionCall(**arguments.fields()))
                 raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
             form.output, form.costs_reshape = output_form, costs_reshape(output, arguments.query)
+        if output.requires_grad:
+            mark_backward(output, arguments[:3])
         self._count_hit(name, arguments)
         return output, form
 
@@ -183,13 +194,12 @@ class CallDispatcher:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments[:8]
         if query.ndim != 4:
             return _CallForm("not four-dimensional")
-        if query.requires_grad and torch.is_grad_enabled():
-            return _CallForm("gradients are needed")
+        needed = needed_gradients(arguments.fields()) if torch.is_grad_enabled() else ()
         if arguments.features or (attn_mask is not None and attn_mask.is_inference()):
-            return _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
+            return _CallForm(self._refusal(name, arguments, needed))
         # The signature is written out for speed, because every call passes here.
         signature = (
-            *(name, dropout_p, is_causal, scale, enable_gqa, query.device),
+            *(name, needed, dropout_p, is_causal, scale, enable_gqa, query.device),
             *(query.shape, query.stride(), query.dtype),
             *(key.shape, key.stride(), key.dtype),
             *(value.shape, value.stride(), value.dtype),
@@ -200,11 +210,30 @@ class CallDispatcher:
         if form is None or (attn_mask is not None and form.mask() is not attn_mask):
             if len(self._forms) >= MOST_FORMS:  # a decoder has a new shape for every token
                 self._forms.clear()
-            form = _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
+            form = _CallForm(self._refusal(name, arguments, needed))
             if attn_mask is not None:
                 form.mask = weakref.ref(attn_mask)
             self._forms[signature] = form
         return form
+
+    def _refusal(self, name: str, arguments: Arguments, needed: tuple[str, ...]) -> str | None:
+        """Return why a kernel cannot run a call, whose gradients of some tensors are needed.
+
+        Whether gradients pass is tried once for calls that differ in batch and lengths only.
+        """
+        refusal = self._kernels[name].refuses(AttentionCall(**arguments.fields()))
+        if refusal is not None or not needed:
+            return refusal
+        query, key, value, attn_mask, dropout_p, is_causal, _, enable_gqa = arguments[:8]
+        kind = (
+            *(name, needed, arguments.features, query.device, query.dtype),
+            *(query.shape[1::2], key.shape[1], value.shape[3], dropout_p > 0, is_causal),
+            *(enable_gqa, None if attn_mask is None else attn_mask.dtype),
+        )
+        if kind not in self._without_backward:
+            found = no_backward(self._attentions[name], _keywords(arguments))
+            self._without_backward[kind] = found
+        return self._without_backward[kind]
 
     def _count_hit(self, name: str, arguments: Arguments) -> None:
         swap = self._swap

@@ -88,7 +88,7 @@ def _why_not_the_operator(arguments: Arguments) -> str | None:
         return "not four-dimensional"
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-        return "gradients are needed"
+        return "gradients are needed in a compiled graph"
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
     same_batch = query.shape[0] == key.shape[0] == value.shape[0]
     if not same_batch or not (same_heads or arguments.enable_gqa):

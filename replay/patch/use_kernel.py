@@ -51,13 +51,17 @@ def use_kernel(
     trusting a timing. A kernel that changes key or value in place (the replay reports it) changes
     the model's own tensors, such as a key/value cache.
 
+    In training, a kernel with a backward pass handles the calls that need gradients. Before its
+    first such call, the kernel runs forward and backward once beside the model. If it returns no
+    gradient of a tensor that needs one, its calls fall back with that reason.
+
     Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
     their graphs. A model is recompiled when it first runs with a kernel, so run it once before
     timing. Afterwards the graphs with and without the kernel are cached, and leaving the block
     restores the model's own graph. In a compiled graph only calls of SDPA use the kernel. Other
     entry points keep the model's own attention there, and `Swap.in_graphs` names them when the
     graph is made (except for transformers' functions in an earlier graph). Two kinds of calls are
-    counted less often than they happen. A call that needs gradients stays PyTorch's own in the
+    counted less often than they happen. A call that needs gradients stays PyTorch's own in a
     graph and is counted once, at compilation. A CUDA graph (`mode="reduce-overhead"`) replays its
     kernels without calling this package, so its calls are counted once, at its recording.
 

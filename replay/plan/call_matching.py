@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +120,9 @@ class RowsByCall:
             kernel = kernel._replace(name=self.own(call))
         return self._rows.get((call, kernel))
 
+    def facts(self, call: str) -> CallFacts:
+        return self._calls[call]
+
     def own(self, call: str) -> str:
         """Return the kernel that the model itself ran; `plain` if that kernel has no time here."""
         pinned = self._calls[call].pinned if call in self._calls else ""
@@ -165,7 +167,7 @@ def _as_recorded(row: Row) -> Row:
 
 def _kind_of_call(call: CallFacts) -> tuple[object, ...]:
     facts = call.phase, call.shape, call.dtype, call.is_causal, call.mask, call.beyond
-    return _kind(*facts, call.batch is not None)
+    return _kind(*facts, is_batch=call.batch is not None)
 
 
 def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object, ...] | None:
@@ -178,9 +180,8 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
     if signature["mask"] is not None:
         is_bool = signature["mask_dtype"] == "bool"
         mask = Mask("bool" if is_bool else "float", tuple(signature["mask"]))
-    beyond = re.sub(r"\d+ (packed sequences, pages)", r"\1", signature.get("beyond", ""))
-    options = signature["dtype"], signature["is_causal"], mask, beyond
-    return _kind(phase, shape, *options, "packed sequences, pages" in beyond)
+    options = signature["dtype"], signature["is_causal"], mask, signature.get("beyond", "")
+    return _kind(phase, shape, *options, is_batch=q_len < 0)
 
 
 def _kind(
@@ -190,6 +191,7 @@ def _kind(
     is_causal: bool,
     mask: Mask | None,
     beyond: str,
+    *,
     is_batch: bool,
 ) -> tuple[object, ...]:
     """Return all properties that determine a call's cost, except the key length."""

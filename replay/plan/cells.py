@@ -7,6 +7,7 @@ from its own recorded calls. Times depend on sizes, so times are pooled over all
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -65,6 +66,13 @@ class Cell:
     def has_batches(self) -> bool:
         """True if an inference engine made the calls, with many key lengths in each."""
         return any(counted.kv_len < 0 for counted in self.counted)
+
+    @functools.cached_property
+    def has_window(self) -> bool | None:
+        """True if the layer has a sliding window; None if its calls do not tell."""
+        calls = self.captured or {name for counted in self.counted for name in counted.shares}
+        found = {self.replayed.facts(name).has_window for name in calls}
+        return found.pop() if len(found) == 1 else None
 
     @property
     def lengths(self) -> KeyLengths:
@@ -222,6 +230,7 @@ def cost_of(cell: Cell, kernel: str, budget: Budget) -> Cost:
         kv_lens=None if cell.has_batches else cell.lengths,
         baseline=cell.baseline,
         steps=cell.steps,
+        has_window=cell.has_window,
     )
     overwrites = tuple(sorted({name for row in rows for name in row.overwrites}))
     energies = [error_energy(each) for each in errors]

@@ -170,6 +170,9 @@ class LayerChoice:
     """Kernel that the model itself runs at this layer; empty if it is the plan's baseline."""
     steps: StepRange | None = None
     """Denoising steps of the calls; None for all steps."""
+    has_window: bool | None = None
+    """True if the layer of an inference engine has a sliding window; None if that is not known, as
+    in older plans and for other models."""
 
     def __post_init__(self) -> None:
         """Check the figures and ranges, which may come from a file.

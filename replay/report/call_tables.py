@@ -21,7 +21,7 @@ from replay.rows.errors_of_output import Errors
 from replay.rows.fields import COLUMNS
 from replay.rows.row import KernelId, Row
 
-TABLES = ("speed", "accuracy", "work", "machine")
+TABLES = ("speed", "training", "gradients", "accuracy", "work", "machine")
 
 
 def print_report(
@@ -56,6 +56,8 @@ def _group_report(
         parts.append(Text(f"weights: {group.weights}", style="dim"))
     if group.backends:
         parts.append(Text(f"recorded with: {group.backends}", style="dim"))
+    if origins := sorted({call.grad_output for call in group.calls} - {""}):
+        parts.append(Text(f"gradient of the output: {', '.join(origins)}", style="dim"))
     ran = [name for name, rows in group.rows.items() if any(row.accuracy for row in rows)]
     ran.sort(key=lambda name: rank(group, name))
     if ran:
@@ -151,7 +153,11 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
         )
         if found is not None and not is_correct(group, name):
             errors, row = found
-            notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
+            where = f"worst at {place(row.call)}, {_where(errors, row)}"
+            ratio = None if row.accuracy is None else row.accuracy.tolerance_ratio
+            if row.call.grad_output and ratio is not None and ratio <= 1:
+                where = place(row.call)  # the output is right, but a gradient is not
+            notes.append(f"{name}: {row.reason}; {where}")
         # A sparse kernel is judged on its chosen keys, but the table has its errors on all keys.
         sparse = [row for row in group.rows[name] if row.kept is not None]
         if sparse:

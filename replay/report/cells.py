@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from replay.report.groups import Group
-from replay.report.pooled import pooled_speedup, statuses, typical_time, worst
+from replay.report.pooled import (
+    SPEEDUPS,
+    TimesField,
+    pooled_speedup,
+    statuses,
+    typical_time,
+    worst,
+)
 from replay.rows.fields import COLUMNS
 from replay.rows.row import UNCONFIRMED, KernelId, Row, Speedup
 from replay.timing.statistics import percentile
@@ -25,10 +32,11 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
     if column.over_calls == "counts":
         return statuses(rows)
     if column.over_calls == "range":
-        time = typical_time(rows)
+        time = typical_time(rows, "time_ms")
         return f"{column.form(time.p10)}-{column.form(time.p90)}" if time else "-"
     if column.over_calls == "pooled":
-        return _speedup(group, kernel)
+        speedup = path.partition(".")[0]
+        return _speedup(group, kernel, next(each for each in SPEEDUPS if SPEEDUPS[each] == speedup))
     if path.startswith("accuracy.reference.") and errors_against != "reference":
         field = "captured" if errors_against == "captured" else "kernel"
         path = path.replace("reference", field)
@@ -80,14 +88,14 @@ def interval_text(value: float, low: float | None, high: float | None) -> str:
     return f"{value:.2f}×{within}"
 
 
-def _speedup(group: Group, kernel: KernelId) -> str:
+def _speedup(group: Group, kernel: KernelId, field: TimesField) -> str:
     if kernel.name == group.baseline:
         return "baseline"
     if not all(row.is_correct for row in group.rows[kernel]):
         return "-"
     if any(row.is_unconfirmed for row in group.rows[kernel]):
         return UNCONFIRMED
-    speedup = pooled_speedup(group, kernel)
+    speedup = pooled_speedup(group, kernel, field=field)
     return "-" if speedup is None else speedup_text(speedup)
 
 

@@ -39,6 +39,8 @@ def print_kernels(
         table = FittedTable("kernel", "version", "about")
         for kernel in able:
             notes = [] if kernel.default else ["not by default"]
+            if kernel.differentiable:
+                notes.append("has a backward")
             if counts[kernel.name]:
                 notes.append(counted(counts[kernel.name], "variant"))
             about = f"{kernel.about} ({', '.join(notes)})" if notes else kernel.about

@@ -15,7 +15,7 @@ from replay.report.crossover import crossover_lines
 from replay.report.fitted import FittedTable
 from replay.report.groups import Group, common_and_own
 from replay.report.matrix import BUSY, MARKS, Matrix, Outcome, matrix
-from replay.report.pooled import typical_time
+from replay.report.pooled import ranked_by, typical_time
 from replay.rows.row import KernelId, Row
 from replay.timing.defaults import ROUNDS
 
@@ -102,7 +102,10 @@ def _letters(at: int) -> str:
 def _baseline_time(kind: Group) -> str:
     kernel = next((kernel for kernel in kind.rows if kernel.name == kind.baseline), None)
     time = kernel and typical_time(kind.rows[kernel])
-    return f"{kind.baseline} {time.p50:.4g} ms" if time else ""
+    if not (kernel and time):
+        return ""
+    both = " forward and backward" if ranked_by(kind.rows[kernel]) == "both_ms" else ""
+    return f"{kind.baseline} {time.p50:.4g} ms{both}"
 
 
 def _label(found: Matrix, kernel: KernelId) -> str:

@@ -108,6 +108,31 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class GradientErrors:
+    """Errors of one gradient relative to the reference, as `Errors` of an output."""
+
+    tolerance_ratio: Annotated[
+        float, "largest of the judged errors, each divided by its limit; above 1 is inaccurate"
+    ]
+    relative_l1: Annotated[float, "Σ|gradient - reference| / Σ|reference|"]
+    max_abs: Annotated[float, "largest absolute error"]
+
+
+def _of_gradient(name: str) -> tuple[Column, ...]:
+    heading = f"{name} error / tolerance"
+    return (Column("gradients", "backward", heading, digits(".2g"), "highest", "tolerance_ratio"),)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Errors of the gradients that a kernel's backward pass returns."""
+
+    query: Annotated[GradientErrors, Meaning("{}; of dQ", columns=_of_gradient("dQ"))]
+    key: Annotated[GradientErrors, Meaning("{}; of dK", columns=_of_gradient("dK"))]
+    value: Annotated[GradientErrors, Meaning("{}; of dV", columns=_of_gradient("dV"))]
+
+
+@dataclass(frozen=True)
 class Summary:
     """Range, mean and population standard deviation of a tensor; all NaN if an element is NaN."""
 

@@ -30,7 +30,7 @@ OVER_CALLS: dict[OverCalls, str] = {
 class Column(NamedTuple):
     """Column of a table that shows a field."""
 
-    table: Literal["speed", "accuracy", "work", "machine"]
+    table: Literal["speed", "training", "gradients", "accuracy", "work", "machine"]
     metric: str
     """Value of `--metric` with which the column is shown."""
     heading: str

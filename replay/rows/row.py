@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from capture.call.batch import BatchSize
 from capture.call.shape import Shape
 from capture.hooks.batch_phase import CACHING
-from replay.rows.errors_of_output import Accuracy, AccuracyClass, Summary
+from replay.rows.errors_of_output import Accuracy, AccuracyClass, Gradients, Summary
 from replay.rows.meaning import Column, Meaning, digits, few
 
 UNCONFIRMED = "unconfirmed"
@@ -110,6 +110,14 @@ class CallFacts:
     ] = ""
     road: Annotated[str, "entry point of the call: sdpa, or a library or registry"] = "sdpa"
     batch: Annotated[BatchSize | None, "batch of an engine: {}; empty for other calls"] = None
+    grad_output: Annotated[
+        str,
+        "gradient of the output that a backward pass starts from: recorded, or drawn from a normal "
+        "distribution; empty without --backward",
+    ] = ""
+    has_window: Annotated[
+        bool | None, "true if the layer of an engine's batch has a sliding window; else empty"
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -294,7 +302,7 @@ class Row:
     ] = ()
     changed_inputs: Annotated[
         tuple[str, ...],
-        "inputs (query, key, value, attn_mask) that the kernel changes in place",
+        "inputs (query, key, value, attn_mask, grad_output) that the kernel changes in place",
     ] = ()
     not_ranked: Annotated[
         str,
@@ -335,6 +343,53 @@ class Row:
             "{}", columns=(Column("speed", "time", "speed-up", over_calls="pooled", of="ratio"),)
         ),
     ] = None
+    backward_ms: Annotated[
+        TimeSummary | None,
+        Meaning(
+            "{} the time of the backward pass alone (--backward)",
+            "ms",
+            (Column("training", "backward", "backward ms", digits(".4g"), of="p50"),),
+        ),
+    ] = None
+    backward_speedup: Annotated[
+        SpeedupOver | None,
+        Meaning(
+            "{}; of the backward pass",
+            columns=(
+                Column(
+                    "training", "backward", "backward speed-up", over_calls="pooled", of="ratio"
+                ),
+            ),
+        ),
+    ] = None
+    both_ms: Annotated[
+        TimeSummary | None,
+        Meaning(
+            "{} the time of forward, which saves what backward needs, and backward together",
+            "ms",
+            (Column("training", "backward", "both ms", digits(".4g"), of="p50"),),
+        ),
+    ] = None
+    both_speedup: Annotated[
+        SpeedupOver | None,
+        Meaning(
+            "{}; of forward and backward together",
+            columns=(
+                Column("training", "backward", "both speed-up", over_calls="pooled", of="ratio"),
+            ),
+        ),
+    ] = None
+    both_peak_bytes: Annotated[
+        int | None,
+        Meaning(
+            "maximum memory that forward and backward together used beyond the inputs (GPU only)",
+            "B",
+            (Column("training", "backward", "both peak MB", digits(".1f", 1e-6)),),
+        ),
+    ] = None
+    gradients: Annotated[Gradients | None, "{}, relative to a backward pass in high precision"] = (
+        None
+    )
     tflops: Annotated[
         float | None,
         Meaning(

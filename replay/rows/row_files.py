@@ -28,7 +28,7 @@ from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown, typed
 from capture.storage.plain_files import possible
 from capture.text.printable import printable
-from replay.rows.errors_of_output import Errors, Where
+from replay.rows.errors_of_output import Errors, GradientErrors, Where
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row, Speedup, TimeSummary
@@ -96,12 +96,12 @@ def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
     """
     hints = _hints(cast("type", kind))
     made = kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
-    if isinstance(made, TimeSummary | Speedup | Errors | Where):
+    if isinstance(made, TimeSummary | Speedup | Errors | GradientErrors | Where):
         _check_figures(made)
     return made
 
 
-def _check_figures(made: TimeSummary | Speedup | Errors | Where) -> None:
+def _check_figures(made: TimeSummary | Speedup | Errors | GradientErrors | Where) -> None:
     """Raise ValueError for a time, a speed-up or an error that no measurement has."""
     if isinstance(made, TimeSummary):
         is_possible = bool(made.samples) and min(made.p10, made.p50, *made.samples) > 0

@@ -27,7 +27,7 @@ from replay.isolation.block import (
     calls_of_block,
 )
 from replay.isolation.block_inputs import draw_calls
-from replay.isolation.judge import Judged
+from replay.isolation.judge import Judged, JudgedGradients
 from replay.kernels.registry import KernelNameError, find
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import Row
@@ -35,7 +35,15 @@ from replay.rows.row_files import rebuilt
 from replay.workers.process import Died, Process
 from replay.workloads.workload import Workload
 
-QUESTIONS = ("open", "judge", "reserve block", "begin block", "end block", "choose")
+QUESTIONS = (
+    "open",
+    "judge",
+    "judge gradients",
+    "reserve block",
+    "begin block",
+    "end block",
+    "choose",
+)
 """The only questions that workers may ask the judge."""
 
 
@@ -126,6 +134,8 @@ class CallEvidence:
     _classes: dict[str, AccuracyClass] = field(default_factory=dict)
     _judged: dict[str, Judged] = field(default_factory=dict)
     """First judgement of each kernel, with the errors of its output."""
+    _gradients: dict[str, JudgedGradients] = field(default_factory=dict)
+    """Judgement of each kernel's gradients."""
     _unfinished: list[str] = field(default_factory=list)
     """Kernels whose last block has no verdict yet, because the worker must still send keys."""
     _blocks: dict[str, Blocks] = field(default_factory=dict)
@@ -159,7 +169,12 @@ class CallEvidence:
                 raise ValueError("chosen keys outside the end of a block")
             return answer
         found = self._ask(question)
-        if "judged" in found and not question["of_core"]:
+        if "judged" in found and question["do"] == "judge gradients":
+            of_gradients = rebuilt(JudgedGradients, found["judged"])
+            self._gradients.setdefault(kernel, of_gradients)
+            if of_gradients.finding.status != "ok":
+                self.wrong.add(kernel)
+        elif "judged" in found and not question["of_core"]:
             judged = rebuilt(Judged, found["judged"])
             self._judged.setdefault(kernel, judged)
             if judged.finding.status != "ok":
@@ -261,6 +276,7 @@ class CallEvidence:
                 kept=judged.kept,
                 output_summary=judged.output_summary,
                 reference_summary=judged.reference_summary,
+                gradients=self._gradients[row.kernel].errors if self.settings.backward else None,
             )
         if not why:
             overhead = max(self.overheads_ms, default=0.0)
@@ -275,6 +291,8 @@ class CallEvidence:
             return ""
         if row.kernel not in self._judged or row.kernel in (*self.wrong, *self._unfinished):
             return "its row says that its output is right, but the judge does not"
+        if self.settings.backward and row.kernel not in self._gradients:
+            return "its row says that its gradients are right, but none were judged"
         judged_as = self._classes[row.kernel]
         if row.accuracy_class != judged_as:
             return f"its row says {row.accuracy_class}, but its output was judged as {judged_as}"

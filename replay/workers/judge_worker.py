@@ -23,6 +23,7 @@ from replay.timing.machine import usual_device
 from replay.workers.device_memory import give_back
 from replay.workers.shared_memory import Inbox, shared_on_gpu
 from replay.workers.worker import Hear, Say
+from replay.workloads.grad_outputs import with_grad_output
 from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
@@ -79,6 +80,9 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
             with_accuracy=request["with_accuracy"],
         )
         say(judged=judged)
+    elif request["do"] == "judge gradients":
+        gradients = inbox.take(request["handed"])
+        say(judged=judge.judge_gradients(request["kernel"], request["accuracy_class"], gradients))
     elif request["do"] == "reserve block":
         _reserve(judge.call, typed(int, request["calls"], "calls"))
         say(memory=shared_on_gpu(_reserved["outputs"]))
@@ -129,12 +133,16 @@ def _touch(device: str) -> None:
 def _judge_of(request: dict[str, Any], settings: Settings) -> LocalJudge:
     """Return the judge of a call, and keep it for later requests and restarted workers."""
     asked = settings.to_json()
-    how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
+    names = ("errors_against", "compare_stats", "tolerances", "backward", "seed")
+    how = [asked[name] for name in names]
     key = json.dumps([request["workload"], *how])
     if key not in _judges:
         _judges.clear()
         _block.clear()
-        call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
+        workload = Workload.of(source_from_json(request["workload"]))
+        call = workload.load_to_judge(settings.device, backward=settings.backward)
+        if settings.backward:
+            call = with_grad_output(call, settings.seed)
         with torch.no_grad():
             _judges[key] = LocalJudge(
                 call, settings.errors_against, settings.compare_stats, None, settings.tolerances

@@ -12,7 +12,7 @@ from capture.call.attention_call import AttentionCall
 from replay.bench.runner import JudgeFactory
 from replay.bench.settings import Settings
 from replay.isolation.block import BlockVerdict
-from replay.isolation.judge import Choose, Judged
+from replay.isolation.judge import Choose, Judged, JudgedGradients
 from replay.isolation.output_form import output_shape
 from replay.kernels.failures import CannotJudge
 from replay.rows.errors_of_output import AccuracyClass
@@ -70,6 +70,17 @@ class RemoteJudge:
             with_accuracy=with_accuracy,
         )
         return rebuilt(Judged, answer["judged"])
+
+    def judge_gradients(
+        self, kernel: str, accuracy_class: AccuracyClass, gradients: dict[str, Tensor]
+    ) -> JudgedGradients:
+        answer = self._ask(
+            do="judge gradients",
+            kernel=kernel,
+            accuracy_class=accuracy_class,
+            handed=self._outbox.put(gradients),
+        )
+        return rebuilt(JudgedGradients, answer["judged"])
 
     def begin_block(self, kernel: str, calls: int) -> tuple[int, list[Tensor]]:
         dtype, shape = self._call.dtype, [calls, *output_shape(self._call)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,15 +39,21 @@ class Workload:
         Raises:
             DatasetError: the call cannot be read.
         """
-        return self.source.load(device)
+        return self.source.load(device).without_gradients()
 
-    def load_to_judge(self, device: torch.device) -> AttentionCall:
+    def load_to_judge(self, device: torch.device, *, backward: bool = False) -> AttentionCall:
         """Load the call for a comparison of kernels' outputs with a reference.
+
+        Args:
+            backward: keep the recorded `grad_output`, if there is one.
 
         Raises:
             DatasetError: the call cannot be read, or its output is empty and cannot be judged.
         """
-        call = self.load(device)
+        loaded = self.source.load(device)
+        call = loaded.without_gradients()
+        if backward:
+            call = replace(call, grad_output=loaded.grad_output)
         if not call.query.numel():
             sizes = "×".join(map(str, call.query.shape))
             raise DatasetError(f"a query of {sizes} has no output that could be judged", self.name)

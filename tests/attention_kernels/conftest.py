@@ -8,6 +8,16 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*/test_*.py", "test_[!i]*.py"]
 
 
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fill new memory with NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="module", params=["as small", "as large"])
 def size(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run tests with loads as in small calls, through pointers, and as in large calls."""

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_kernels import dispatch
+from attention_kernels import AttentionOptions, dispatch, flash_attn_func, gradients
 from attention_kernels.launch.launcher import PlanCache
 from attention_kernels.operators import attention
-from tests.attention_kernels.calls import DEVICE, half
+from tests.attention_kernels.calls import DEVICE, half, normal
 
 
 def inputs(
@@ -73,6 +73,50 @@ def test_wide_heads_are_decoded_where_the_value_is_in_the_key(picked: list[str])
         attention(query, key, key[..., :288].clone(), enable_gqa=True)
 
 
+WIDTHS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "hopper": (64, 64, {"options": AttentionOptions(True, (9, None))}),
+    "no Gluon": (64, 64, {}),
+    "another width": (32, 32, {}),
+    "another width of values": (64, 128, {}),
+    "float32": (64, 64, {}),
+    "negative scale": (64, 64, {"scale": -0.1}),
+    "mask": (64, 64, {"attn_mask": torch.ones(20, dtype=torch.bool, device=DEVICE)}),
+    "sinks": (64, 64, {"sinks": half(4)}),
+    "soft cap": (64, 64, {"options": AttentionOptions(softcap=2.0)}),
+    "PyTorch's deterministic algorithms": (64, 64, {}),
+    "deterministic": (64, 64, {"options": AttentionOptions(deterministic=True)}),
+    "invariant": (64, 64, {"invariant": True}),
+    "FlashAttention's deterministic": (64, 64, {"deterministic": True}),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_gradients_are_hoppers_where_it_supports_the_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = pytest.importorskip("attention_kernels.hopper.hopper_backward")
+    head_dim, v_head_dim, options = WIDTHS[name]
+    taken: list[dict[str, Any]] = []
+
+    def noted(*tensors: Tensor | None, **given: Any) -> Any:
+        taken.append(given)
+        return gradients.backward(*tensors[:4], None, *tensors[4:], **given)
+
+    monkeypatch.setattr(hopper, "hopper_backward", noted)
+    monkeypatch.setattr(gradients, "has_gluon_kernels", lambda device: name != "no Gluon")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "PyTorch" in name)
+    shapes = (4, 20, head_dim), (2, 20, head_dim), (2, 20, v_head_dim)
+    dtype = torch.float32 if name == "float32" else torch.float16
+    leaves = [normal(1, *shape, dtype=dtype).requires_grad_() for shape in shapes]
+    if "deterministic" in options:
+        output = flash_attn_func(*(each.transpose(1, 2) for each in leaves), **options)
+    else:
+        output = attention(*leaves, enable_gqa=True, **options)
+    torch.autograd.grad(output.sum(), leaves)
+    wanted = [options["options"]] if name == "hopper" else []
+    assert [given["options"] for given in taken] == wanted
+
+
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 3)])
 def test_a_call_without_keys_or_queries_gets_zeros(lengths: tuple[int, int]) -> None:
     query, key, value = inputs(*lengths)
@@ -85,7 +129,6 @@ INPUTS = dict(zip(("query", "key", "value"), inputs(40, 70), strict=True))
 QUERY, KEY, VALUE = INPUTS.values()
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "has no dropout"),
-    "gradients": ({"query": QUERY.clone().requires_grad_()}, "no backward pass"),
     "dimensions": ({"query": QUERY[0]}, "4 dimensions, got 3, 4, 4"),
     "shapes": ({"key": KEY[:, :, 1:]}, "do not fit together"),
     "heads": ({"query": QUERY.repeat(1, 2, 1, 1)}, "pass enable_gqa=True"),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"window_size": (9, 0), "softcap": 2.0},
     {"causal": True, "window_size": [12, -1], "learnable_sink": half(4)},
 ]
+FP8_WAYS = ("", "gathered ", "paired ", "E5M2, paired ", "large, paired ")
 Sequences = list[tuple[Tensor, Tensor, Tensor]]
 """Queries, keys and values of each sequence, (S, H, D)."""
 
@@ -124,7 +126,7 @@ def test_batch(q_len: int, k_len: int, options: dict[str, Any]) -> None:
 
 @each_pair(
     q_lens=[(3, 3, 3), (5, 170, 1), (5, 0, 2)],
-    layout=["whole", "used", "pages", "FP8 pages", "gathered pages"],
+    layout=["whole", "used", "pages", "gathered pages", *(f"{way}FP8 pages" for way in FP8_WAYS)],
     options=range(len(OPTIONS)),
 )
 def test_packed(
@@ -147,9 +149,15 @@ def test_packed(
         key, value = cache.key, cache.value
         cache.table[1, 1:] = 99  # not read
         more |= {"block_table": cache.table, "max_seqlen_k": 44}
-    if layout == "FP8 pages":
-        key, value = (each.to(torch.float8_e4m3fn) for each in (key, value))
-        units = normal(2, 2, dtype=torch.float32).abs()
+    if "FP8" in layout:
+        if "paired" in layout:  # numbers are read in pairs if the head dimensions allow it
+            value, given = (
+                value.repeat(1, 1, 1, 2),
+                [(q, k, v.repeat(1, 1, 2)) for q, k, v in given],
+            )
+        dtype = torch.float8_e5m2 if "E5M2" in layout else torch.float8_e4m3fn
+        key, value = (each.to(dtype) for each in (key, value))
+        units = torch.tensor([[0.75, 1.5], [1.25, 0.5]], device=DEVICE)
         more |= {"k_descale": units[0], "v_descale": units[1].expand(3, 2)}
         given = [
             (
@@ -162,10 +170,38 @@ def test_packed(
             for q, *kv in given
         ]
     q = torch.cat([each[0] for each in given])
+    if layout[0] == "l":  # beyond the range of float16
+        q, more["k_descale"] = q.bfloat16() * 2.0**100, more["k_descale"] * 2.0**-100
+        given = [
+            (own.double() * 2.0**-100, *kv)
+            for own, (_, *kv) in zip(q.split(q_lens), given, strict=True)
+        ]
     output, lse, _ = flash_attn_varlen_func(
         q, key, value, offsets(*q_lens), **more, **chosen, return_attn_probs=True
     )
     check(output, lse, given, chosen)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "pages", "is_gathered"),
+    [(8192, 4, 512, True), (2047, 4, 512, False), (16384, 4, 16384, False), (512, 1, 64, True)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_long_chunks_are_copied_for_the_hopper_kernel(
+    tokens: int, batch: int, pages: int, is_gathered: bool, dtype: torch.dtype
+) -> None:
+    """Copies are neither larger than 2 GiB nor made for less than 2,048 rows per sequence, nor for
+    uneven batches in 16 bits."""
+    query, table = torch.empty(tokens, 32, 128, dtype=torch.bfloat16), torch.empty(batch, pages)
+    cache = torch.empty(9, 16, 8, 128, dtype=dtype)
+    for name in ("flash_operators", "hopper.hopper_prefill"):
+        mock.patch(f"attention_kernels.{name}.has_gluon_kernels", return_value=True).start()
+    found = [
+        flash_operators._is_gathered(query, cache, cache, table, None, is_even)
+        for is_even in (True, False)
+    ]
+    mock.patch.stopall()
+    assert found == [is_gathered, is_gathered and dtype != torch.bfloat16]
 
 
 @each_pair(
@@ -310,7 +346,8 @@ def test_operators_pass_pytorchs_own_checks() -> None:
     q, k, v = (torch.cat(each) for each in zip(*given, strict=True))
     starts = offsets(3, 20), offsets(30, 44)
     ours = torch.ops.attention_kernels
-    torch.library.opcheck(ours.varlen.default, (q, k, v, *starts, 20, None, *options))
+    packed = [each.clone().requires_grad_() for each in (q, k, v)]
+    torch.library.opcheck(ours.varlen.default, (*packed, *starts, 20, None, *options, 44))
     cache = Cache("pages", 2)
     cache.write(given, (None, None))
     place = cache.key, cache.value
@@ -347,7 +384,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (flash_attn_func, {"q": Q[0]}, "4 dimensions.*got 3"),
     (flash_attn_func, {"v": V[:, 1:]}, "do not fit together"),
     (flash_attn_func, {"q": Q[:, :, 1:]}, "3 query heads are not a multiple of 2"),
-    (flash_attn_func, {"q": Q.clone().requires_grad_()}, "no backward pass"),
     (flash_attn_func, {"s_aux": half(2)}, "^a sink of shape"),
     (flash_attn_func, {"s_aux": half(4), "learnable_sink": half(4)}, "names of one argument"),
     (flash_attn_func, {"out": Q}, r"^out of shape .*expected \(1, 3, 4, 16\)"),
@@ -381,6 +417,11 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (flash_attn_with_kvcache, {"k": K, "v": V, "cache_seqlens": None}, "^cache_seqlens is None"),
     (flash_attn_with_kvcache, {"k": K, "v": V, "softcap": -1.0}, "invalid softcap"),
     (flash_attn_with_kvcache, {"k": K, "v": V.clone().requires_grad_()}, "no backward pass"),
+    (
+        flash_attn_varlen_func,
+        {"q": Q[0].clone().requires_grad_(), "k": K, "v": V, "page_table": lengths(0).view(1, 1)},
+        "attention over a cache has no backward pass",
+    ),
     (flash_attn_with_kvcache, {"q": Q.float(), "k": K, "v": V}, "float32, torch.float16"),
     (
         flash_attn_with_kvcache,

@@ -27,27 +27,30 @@ def layer(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Te
     return output * 2, lse + 1
 
 
-def test_compiled_code_is_one_graph_for_all_lengths() -> None:
+def test_compiled_code_and_its_gradients_are_one_graph_for_all_lengths() -> None:
     options = {"sinks": half(4), "options": ak.AttentionOptions(window=(9, 0), softcap=5.0)}
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.no_grad():
-        for step, length in enumerate((20, 21, 40, 77)):
-            given = tensors(length, length)
-            with torch._dynamo.config.patch(error_on_recompile=step > 0):
-                outputs = compiled(*given, **options)
-            for output, expected in zip(outputs, layer(*given, **options), strict=True):
-                torch.testing.assert_close(output, expected)
+    for step, length in enumerate((20, 21, 40, 77)):
+        given = [each.requires_grad_() for each in tensors(length, length)]
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            outputs = compiled(*given, **options)
+        found, expected = (
+            (*results, *torch.autograd.grad([each.sum() for each in results], given))
+            for results in (outputs, layer(*given, **options))
+        )
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, right)
 
 
 @pytest.mark.parametrize("q_len", [3, 20], ids=["decode", "prefill"])
 @pytest.mark.parametrize("is_BSHD", [False, True])
 def test_operator_passes_pytorchs_own_checks(q_len: int, is_BSHD: bool) -> None:
     mask = torch.ones(q_len, 30, dtype=torch.bool, device=DEVICE)
-    options = (mask, False, 0.2, "exact", None, False, None, None, None, False, True)
+    options = (mask, False, 0.2, "exact", half(4), *(False, None, None, None, False, True, False))
     for return_lse in (False, True):
+        given = [each.requires_grad_(return_lse) for each in tensors(q_len, 30, is_BSHD)]
         torch.library.opcheck(
-            torch.ops.attention_kernels.attention.default,
-            (*tensors(q_len, 30, is_BSHD), *options, return_lse),
+            torch.ops.attention_kernels.attention.default, (*given, *options, return_lse)
         )
 
 
@@ -57,13 +60,6 @@ def test_autocast_converts_tensors() -> None:
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         for attend in (ak.attention, compiled):
             assert attend(query, key, value).dtype == torch.bfloat16
-
-
-def test_gradients_are_refused_while_compiling() -> None:
-    query, key, value = tensors(20, 30)
-    compiled = torch.compile(ak.attention, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="no backward pass"):
-        compiled(query.requires_grad_(), key, value)
 
 
 def test_fake_tensors_run_no_kernel() -> None:

@@ -293,7 +293,7 @@ def _arguments(
         sinks, refusal = None, refusal or "takes a sink for each query"
     return Arguments.of(
         *tensors,
-        sinks=None if sinks is None else sinks.detach().flatten(),
+        sinks=None if sinks is None else sinks.flatten(),
         entry_point=ENTRY_POINT,
         refusal=refusal,
         **options,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from capture.call.attention_variant import AttentionVariant
 from capture.errors import warned
@@ -71,7 +72,6 @@ def follow(handler: Handler) -> Iterator[None]:
     plain, latent = (getattr(backend, name, None) for name in ("AttentionImpl", "MLAAttentionImpl"))
     layer = getattr(mla, "MLAAttention", None)
     graphs = WholeGraphs(handler, phase_of, ENTRY_POINT)
-    handler = graphs.handle
     with contextlib.ExitStack() as stack:
         stack.enter_context(graphs.follow(_methods(builders, "build")))
         for build in _methods(builders, "build"):
@@ -80,16 +80,18 @@ def follow(handler: Handler) -> Iterator[None]:
             stack.enter_context(replaced(update, _keeping_table))
         for forward in _methods(plain, "forward"):
             stack.enter_context(
-                replaced(forward, lambda own: _at_layer(wrapped(own, _translated, handler)))
+                replaced(forward, lambda own: _at_layer(wrapped(own, _translated, handler), graphs))
             )
         for decode in _methods(latent, "forward_mqa"):
             stack.enter_context(wrapped_everywhere(decode, _translated_mqa, handler))
         if layer is not None:
-            stack.enter_context(replaced(layer.forward_impl, _at_latent_layer))
+            stack.enter_context(
+                replaced(layer.forward_impl, lambda own: _at_latent_layer(own, graphs))
+            )
         yield
 
 
-def _at_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _at_layer(forward: Callable[..., Any], graphs: WholeGraphs) -> Callable[..., Any]:
     """Name the layer and the phase of a backend's call."""
 
     @functools.wraps(forward)
@@ -105,13 +107,14 @@ def _at_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         given = (query, key, value, kv_cache, attn_metadata)
+        graphs.a_layer_ran()
         with _site(layer, attn_metadata):
             return forward(impl, layer, *given, *args, **kwargs)
 
     return named
 
 
-def _at_latent_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _at_latent_layer(forward: Callable[..., Any], graphs: WholeGraphs) -> Callable[..., Any]:
     """Name the layer and the phase of the calls that a layer of latent attention (MLA) makes."""
 
     @functools.wraps(forward)
@@ -125,6 +128,7 @@ def _at_latent_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        graphs.a_layer_ran()
         with _site(layer, attn_metadata):
             return forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *args, **kwargs)
 
@@ -212,7 +216,7 @@ def _translated(
         "ALiBi": impl.alibi_slopes is not None,
         f"a {layer.kv_cache_dtype} cache": not is_fp8 and query.dtype != kv_cache.dtype,
         "a quantised output": output_scale is not None or output_block_scale is not None,
-        f"{impl.attn_type} attention": impl.attn_type != "decoder",
+        f"{layer.attn_type} attention": layer.attn_type != "decoder",
     }
     backend = f"vllm-{layer.attn_backend.get_name().lower()}"
     refused = [what for what, is_so in refusals.items() if is_so]
@@ -220,8 +224,8 @@ def _translated(
         rows, keys, values = (each.transpose(0, 1)[None] for each in (query, key, value))
         arguments = Arguments.of(rows, keys, values, None, entry_point=ENTRY_POINT, backend=backend)
         return arguments._replace(refusal=f"takes {', '.join(refused)}"), _layout(output)
-    common, table = batch.common, batch.table
-    tokens, requests = common.num_actual_tokens, common.num_reqs
+    common, requests = batch.common, batch.common.num_reqs
+    tokens = int(common.query_start_loc_cpu[requests])  # `num_actual_tokens` may count padding
     if is_fp8:  # Triton's backend has its own dtype, whatever the layer's
         kv_cache = kv_cache.view(getattr(impl, "fp8_dtype", _FP8[layer.kv_cache_dtype]))
     keys, values = _pools(layer, kv_cache)
@@ -236,7 +240,7 @@ def _translated(
         sinks=getattr(impl, "sinks", None),
         cu_seqlens_q=batch.starts,
         seqused_k=batch.lengths,
-        page_table=table[:requests],
+        page_table=batch.table[:requests],
         variant=AttentionVariant(
             bottom_right=True,
             window=(left, None if left is None else 0),
@@ -268,16 +272,17 @@ def _translated_mqa(
         "chosen keys": getattr(attn_metadata, "num_decodes", None) is None,
     }
     backend = f"vllm-{layer.attn_backend.get_name().lower()}"
-    rows = query.transpose(0, 1)[None]
     refused = [what for what, is_so in refusals.items() if is_so]
     if refused or batch is None:
+        rows = query.transpose(0, 1)[None]
         arguments = Arguments.of(rows, rows, rows, None, entry_point=ENTRY_POINT, backend=backend)
         return arguments._replace(refusal=f"takes {', '.join(refused)}"), THD
     common, requests = batch.common, attn_metadata.num_decodes
     keys = cache.unsqueeze(1)
     starts = common.query_start_loc_cpu[: requests + 1]
+    tokens, padding = int(starts[-1]), len(query) - int(starts[-1])
     return Arguments.of(
-        rows,
+        query[:tokens].transpose(0, 1)[None],
         keys,
         keys[..., : impl.kv_lora_rank],
         None,
@@ -294,7 +299,10 @@ def _translated_mqa(
         entry_point=ENTRY_POINT,
         backend=backend,
         **_scales(layer, query, keys, layer._k_scale if is_fp8 else None),
-    ), THD
+    ), OutputLayout(
+        lambda output: output[:tokens].transpose(0, 1)[None],
+        lambda found: pad(found[0].transpose(0, 1), (0, 0, 0, 0, 0, padding)),
+    )
 
 
 def _scales(layer: Any, query: Tensor, keys: Tensor, of_values: Tensor | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Counts vLLM's calls inside CUDA graphs of whole steps, which call no backend.
 
-Every step builds the metadata of its layers. If the next step comes before any layer has called its
-backend, a graph ran the whole step. The last step of a recording is therefore not counted.
+Every step builds the metadata of its layers. If the next step comes before any layer has run in
+Python, a graph ran the whole step. The last step of a recording is therefore not counted.
 """
 
 from __future__ import annotations
@@ -41,15 +41,12 @@ class WholeGraphs:
     def __init__(self, handler: Handler, phase_of: Callable[[Any], str], entry_point: str) -> None:
         self._handler, self._phase_of, self._entry_point = handler, phase_of, entry_point
         self._step: dict[Any, Any] = {}
-        """Batch of each builder of the latest step; empty once a layer has called its backend."""
+        """Batch of each builder of the latest step; empty once a layer has run in Python."""
         self._is_building = False
 
-    def handle(
-        self, arguments: Arguments, proceed: Callable[[], Tensor], function: Callable[..., Tensor]
-    ) -> Tensor:
-        """Pass a call of a backend to the handler."""
+    def a_layer_ran(self) -> None:
+        """Note that a layer of this step ran in Python."""
         self._step.clear()
-        return self._handler(arguments, proceed, function)
 
     @contextlib.contextmanager
     def follow(self, builds: Iterable[Callable[..., Any]]) -> Iterator[None]:
@@ -89,7 +86,7 @@ class WholeGraphs:
         return following
 
     def _count(self) -> None:
-        """Count a call of each layer for a step in which no layer called its backend."""
+        """Count a call of each layer for a step in which no layer ran in Python."""
         step, self._step = self._step, {}
         if not step:
             return

@@ -25,6 +25,7 @@ from capture.hooks.entry_points.return_form import (
     forms_of,
     key_of,
 )
+from capture.hooks.gradients import CallGradients, begin_call, following
 from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import (
     Arguments,
@@ -158,10 +159,13 @@ class FollowedCall:
     form: ReturnForm
     own: tuple[Any, Any] | None = None
     """The function's result, and its output in SDPA's layout; None if the function did not run."""
+    gradients: CallGradients | None = None
 
     def __call__(self) -> Any:
         if self.own is None:
             result = self.run()
+            if self.gradients is not None:
+                self.gradients.returned(result, lambda: self.arguments, self.layout.to_sdpa)
             self.own = result, _converted(self.layout, result)
         return self.own[1]
 
@@ -215,6 +219,18 @@ def wrapped(
             return function(*args, **kwargs)
         if is_inside():
             return function(*args, **kwargs)
+        if not following:
+            return followed(args, kwargs, None)
+        args, kwargs, gradients = begin_call(args, kwargs)
+        try:
+            return followed(args, kwargs, gradients)
+        finally:
+            if gradients is not None:
+                gradients.release()
+
+    def followed(
+        args: tuple[Any, ...], kwargs: dict[str, Any], gradients: CallGradients | None
+    ) -> Any:
         try:
             translated = translate(*args, **kwargs)
         except Exception as error:
@@ -233,6 +249,7 @@ def wrapped(
         run = functools.partial(function, *args, **kwargs)
         given = (args, kwargs)
         call = FollowedCall(name, run, given, arguments, layout, forms, layout.expected)
+        call.gradients = gradients
         return call.result(answer(handler, arguments, call, function))
 
     return wrapper

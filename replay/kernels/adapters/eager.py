@@ -164,6 +164,7 @@ register(
         default=False,
         about="matmul, softmax, matmul in plain PyTorch, like models' own code",
         library="torch",
+        differentiable=True,
         features=frozenset(FEATURES),
     )
 )
@@ -176,6 +177,7 @@ register(
         default=False,
         about="SDPA with window and sequences expressed as a mask",
         library="torch",
+        differentiable=True,
         features=frozenset(FEATURES.keys() - {"softcap", "sinks"}),
     )
 )

@@ -104,6 +104,7 @@ register_adapted(
     "FlashAttention 2",
     prepare=_prepare,
     features=KNOWN,
+    differentiable=True,
 )
 register_adapted(
     "fa2-varlen",
@@ -113,6 +114,7 @@ register_adapted(
     "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
     prepare=_prepare_varlen,
     features=(*KNOWN, "packed", "paged"),
+    differentiable=True,
 )
 register_adapted(
     "fa2-kvcache",

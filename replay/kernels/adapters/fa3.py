@@ -139,6 +139,7 @@ register_adapted(
     "FlashAttention 3 (Hopper)",
     prepare=_prepare,
     features=KNOWN,
+    differentiable=True,
 )
 register_adapted(
     "fa3-fp8",
@@ -159,6 +160,7 @@ register_adapted(
     "FlashAttention 3 on packed sequences, and on padded batches, packed by their mask",
     prepare=_prepare_varlen,
     features=(*KNOWN, "packed", "key-lengths"),
+    differentiable=True,
 )
 _CACHED = replace(LIBRARY, functions=("flash_attn_with_kvcache",))
 _attend_cached, _prepare_cached = on_bshd(_run_cached)

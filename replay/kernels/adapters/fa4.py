@@ -123,6 +123,7 @@ register_adapted(
     prepare=_prepare,
     unavailable=partial(_unavailable, LIBRARY),
     features=(*KNOWN, "sinks"),
+    differentiable=True,
 )
 _VARLEN = replace(LIBRARY, functions=("flash_attn_varlen_func",))
 _prepare_varlen = on_packed(_run_varlen)
@@ -135,4 +136,5 @@ register_adapted(
     prepare=_prepare_varlen,
     unavailable=partial(_unavailable, _VARLEN),
     features=(*KNOWN, "sinks", "packed", "key-lengths", "paged"),
+    differentiable=True,
 )

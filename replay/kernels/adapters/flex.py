@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES, Window
 from replay.kernels.compiled_functions import CompiledPerSignature, import_compiler
 from replay.kernels.constraints import AnyCall, all_of, no_dropout, up_to_float32
@@ -158,6 +159,12 @@ def _some_keys(call: AnyCall) -> str | None:
     return "a call without keys: FlexAttention compiled for a CPU divides by their number"
 
 
+def _backward_on_gpu(call: AttentionCall) -> str | None:
+    if call.grad_output is None or call.device.type != "cpu":
+        return None
+    return "has no backward on a CPU"
+
+
 def _block_mask_is_kept(call: AnyCall) -> bool:
     """Return True if the block mask is made only once, as in a model."""
     return call.cu_seqlens_q is None and call.seqused_k is None
@@ -170,10 +177,11 @@ register(
     Kernel(
         "flex",
         drop_in(at_once(_prepare), _limits, _KNOWN),
-        unsupported=all_of(*_limits),
+        unsupported=all_of(*_limits, _backward_on_gpu),
         about="FlexAttention under torch.compile",
         library="torch",
         features=frozenset(_KNOWN),
+        differentiable=True,
         prefers_rewritten_mask=_block_mask_is_kept,
         warm_up=import_compiler,
     )

@@ -164,6 +164,7 @@ def _register(hub_kernel: HubKernel) -> None:
         accuracy_class=hub_kernel.accuracy_class,
         unavailable=hub_kernel.unavailable,
         features=flash_attention.KNOWN if hub_kernel.is_flash else (),
+        differentiable=hub_kernel.is_flash,
     )
 
 

@@ -104,6 +104,7 @@ for _implementation, _library in {
             ),
             about=f"PyTorch's SDPA with {_implementation} activated as its flash backend",
             library=_library.package,
+            differentiable=True,
             install=_library.install,
         )
     )

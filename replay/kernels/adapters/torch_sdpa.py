@@ -166,6 +166,7 @@ for _suffix, _mode in _MODES.items():
                 default=not _mode,
                 about=f"{_name} under torch.compile(mode={_mode!r})" if _mode else _ABOUT[_name],
                 library="torch",
+                differentiable=True,
                 warm_up=import_compiler if _mode else None,
             )
         )

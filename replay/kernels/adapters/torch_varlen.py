@@ -93,4 +93,5 @@ register_adapted(
     prepare=_prepare,
     unavailable=_unavailable,
     features=("bottom-right", "window", "packed", "key-lengths", "paged"),
+    differentiable=True,
 )

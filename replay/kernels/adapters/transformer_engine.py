@@ -162,5 +162,6 @@ for _backend, _about in {
         prepare=_own_prepare,
         unavailable=partial(_unavailable, _backend),
         own_process=True,
+        differentiable=True,
         features=("bottom-right", "window"),
     )

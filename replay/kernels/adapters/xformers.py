@@ -182,4 +182,5 @@ register_adapted(
     unavailable=_unavailable,
     features=("bottom-right", "window", "packed"),
     prefers_rewritten_mask=True,
+    differentiable=True,
 )

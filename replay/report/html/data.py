@@ -95,7 +95,7 @@ def page_data(rows: Sequence[Row], found: Matrix, budget: Budget | None) -> dict
             path: {
                 "heading": heading,
                 "meaning": meanings[path],
-                "factor": 1e-6 if path == "peak_bytes" else 1,
+                "factor": 1e-6 if path.endswith("peak_bytes") else 1,
             }
             for path, heading in headings.items()
         },

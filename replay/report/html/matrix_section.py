@@ -26,15 +26,14 @@ def matrix_table(found: Matrix) -> Iterator[str]:
         '<table id="matrix"><thead><tr><th scope="col">kernel</th>'
     )
     for name in common_and_own(found.kinds)[1]:
-        yield f'<th scope="col">{html.escape(name)}</th>'
+        yield f'<th scope="col">{_breakable(html.escape(name))}</th>'
     yield "</tr></thead><tbody>"
     for kernel in found.kernels:
         if found.is_unavailable(kernel):
             continue
         name = html.escape(printable(str(kernel)), quote=True)
         quantised = ' <span class="quiet">quantised</span>' if found.is_quantised(kernel) else ""
-        breakable = re.sub(r"(?<=[/:.@_])(?=\w)", "<wbr>", name)  # hyphens allow a break already
-        yield f'<tr><th scope="row">{breakable}{quantised}</th>'
+        yield f'<tr><th scope="row">{_breakable(name)}{quantised}</th>'
         for at in range(len(found.kinds)):
             yield _cell(found.cells[kernel, at], name, at)
         yield "</tr>"
@@ -60,6 +59,11 @@ def reasons(found: Matrix) -> Iterator[str]:
     if lines[False]:
         yield "<details><summary>Reasons of the other cells without a speed-up</summary>"
         yield from ('<ul class="reasons">', *lines[False], "</ul></details>")
+
+
+def _breakable(name: str) -> str:
+    """Allow line breaks inside a name; hyphens allow one already."""
+    return re.sub(r"(?<=[/:.@_])(?=[^\W\d])", "<wbr>", name)
 
 
 def _cell(cell: Cell, kernel: str, kind: int) -> str:

@@ -57,6 +57,12 @@ def model_data(checks: Sequence[Check]) -> dict[str, Any]:
             }
             for each in checks
         ],
+        "losses": [
+            {"kernel": each["kernel"], "step": step, "loss": loss}
+            for each in checks
+            if len(losses := each.get("curves", {}).get("loss", [])) > 1
+            for step, loss in enumerate(losses, start=1)
+        ],
     }
 
 

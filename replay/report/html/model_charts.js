@@ -23,13 +23,18 @@ async function drawModels() {
   $("models").hidden = !names.length;
   $("checks").replaceChildren();
   for (const [index, name] of names.entries()) {
-    const { spans, kernels } = data.models[name];
+    const { spans, kernels, losses } = data.models[name];
     const block = $("checks");
     block.append(element("h3", name));
     for (const [place, span] of [...new Set(spans.map((each) => each.span))].entries()) {
       const id = `span-${index}-${place}`;
       block.append(element("div", undefined, { class: "chart", id }));
       await draw($(id), modelChart(span, spans.filter((each) => each.span === span)));
+    }
+    if (losses.length) {
+      const id = `losses-${index}`;
+      block.append(element("div", undefined, { class: "chart", id }));
+      await draw($(id), lossChart(losses));
     }
     block.append(table(`Results of each kernel in ${name}`, ["kernel", "answered", "fell back", "output", "status", "reason"], kernels));
     const outputs = data.outputs[name] ?? [];
@@ -64,6 +69,22 @@ function modelChart(span, lines) {
       { mark: { type: "point", filled: true, opacity: 1, color: blue, size: 70, yOffset: -4 }, encoding: { y, x: { ...x, field: "measured" }, tooltip } },
       { transform: [{ filter: "isValid(datum.from)" }], mark: { type: "rule", color: orange, yOffset: 5 }, encoding: { y, x: { ...x, field: "from" }, x2: { field: "to" } } },
       { transform: [{ filter: "isValid(datum.predicted)" }], mark: { type: "point", shape: "diamond", filled: false, color: orange, size: 70, strokeWidth: 2, opacity: 1, yOffset: 5 }, encoding: { y, x: { ...x, field: "predicted" }, tooltip } },
+    ],
+  };
+}
+
+// Loss curves. That of the model's own attention is the wide line behind the others.
+function lossChart(values) {
+  const names = [...new Set(values.map((each) => each.kernel))];
+  const x = { field: "step", type: "quantitative", title: "training step", scale: { nice: false, padding: 8 }, axis: { tickMinStep: 1 } };
+  const y = { field: "loss", type: "quantitative", title: "loss", scale: { zero: false } };
+  const color = { field: "kernel", type: "nominal", scale: { domain: names, range: colours().series }, legend: { title: null, orient: "bottom", columns: 2, symbolOpacity: 1 } };
+  return {
+    title: "Loss of each training step", height: 220, data: { values }, description: "Loss curves of the kernels",
+    layer: [
+      { transform: [{ filter: { field: "kernel", equal: names[0] } }], mark: { type: "line", strokeWidth: 7, opacity: 0.35 }, encoding: { x, y, color } },
+      { transform: [{ filter: { field: "kernel", oneOf: names.slice(1) } }], mark: { type: "line", strokeWidth: 1.5 }, encoding: { x, y, color } },
+      { mark: { type: "point", filled: true, size: 60, opacity: 0 }, encoding: { x, y, tooltip: [{ field: "kernel" }, { field: "step" }, { field: "loss", format: ".6~g" }] } },
     ],
   };
 }

@@ -30,7 +30,7 @@ def test_help_is_short(run_cli: RunCli, verb: str) -> None:
     assert max(map(len, lines)) <= 100
     assert verb == "record" or printed.startswith(f"usage: capture {verb} DIR")
     parser = importlib.import_module(ALL_VERBS[verb]).parser()
-    assert len(options(parser)) <= 29
+    assert len(options(parser)) <= 30
 
 
 def test_help_of_the_command_is_that_of_record_with_five_examples(run_cli: RunCli) -> None:

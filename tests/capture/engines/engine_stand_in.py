@@ -27,6 +27,7 @@ HEADS, KV_HEADS, WIDTH, BLOCKS, STEP_TOKENS, VOCABULARY, CONTEXT = 4, 2, 16, 4, 
 
 SamplingParams = SimpleNamespace
 ranks = [0]
+parallel = SimpleNamespace(data_parallel_index=0)
 MODULES = {
     "vllm.v1.attention.backend": vllm_stand_in,
     **dict.fromkeys(
@@ -72,7 +73,8 @@ class Worker:
     """Worker that runs a step, and returns a token of each request."""
 
     def __init__(self, name: str, whole_graphs: bool) -> None:
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=name))
+        config = SimpleNamespace(model=name)
+        self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
         self.model, self.builder, self.whole_graphs = Model(), Builder(), whole_graphs
         layers = {layer.layer_name: layer for layer in self.model.layers}
         compilation = SimpleNamespace(static_forward_context=layers)

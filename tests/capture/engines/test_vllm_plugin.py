@@ -1,5 +1,6 @@
 """Recording inside a vLLM server, with a stand-in: what begins and ends it, and its faults."""
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -78,14 +79,16 @@ def test_recording_ends_with_the_last_call_to_store(serve: Any, tmp_path: Path) 
     assert (capture.model, capture.complete) == ("llama", True)
 
 
-def test_ranks_of_a_server_share_a_directory(
+def test_ranks_and_engines_of_a_server_share_a_directory(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_stand_in, "ranks", [2, 3])
-    for rank in (2, 3):
+    for engine, rank in itertools.product((0, 1), (2, 3)):
+        monkeypatch.setattr(engine_stand_in.parallel, "data_parallel_index", engine)
         answer_until_unhooked(serve(f"--max 2 --sample first --rank {rank}"))
     joined = load(tmp_path / "calls").joined()
-    assert [call.query.shape[1] for call in joined] == [8, 8]
+    assert [call.query.shape[1] for call in joined] == [8, 8, 8, 8]
+    assert {call.origin.model for call in joined} == {"llama", "llama.engine1"}
 
 
 no_space = Mock(side_effect=OSError(28, "No space left on device"))

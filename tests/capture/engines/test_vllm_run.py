@@ -91,7 +91,6 @@ def test_compiled_code_of_the_engine_runs_as_before(
         found.add((stance, len(_get_current_dispatch_mode_stack())))
         return forward(*given)
 
-    monkeypatch.setattr(Model, "__module__", "vllm.model_executor.models.llama")
     monkeypatch.setattr(Model, "forward", watched)
     assert run()[0] == 0
     assert found == {("default", 0)}
@@ -116,7 +115,6 @@ def test_unusable_options_are_refused(
     if replaced == "vllm":
         monkeypatch.delitem(sys.modules, "vllm")
     elif replaced:
-        name = replaced.removeprefix("")
-        monkeypatch.setattr(engine_stand_in, name, stand_ins[name])
+        monkeypatch.setattr(engine_stand_in, replaced, stand_ins[replaced])
     code, _, stderr = run(*options)
     assert (code, stderr.splitlines()[-1].startswith(f"capture: {sentence}")) == (2, True), stderr

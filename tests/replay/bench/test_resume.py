@@ -261,6 +261,7 @@ ENERGY_WANTED = replace(SETTINGS, energy=True)
         ({"flags": ("no energy: the counter stands still",)}, ENERGY_WANTED, None),
         ({"time_ms": None}, ENERGY_WANTED, None),
         ({}, ENERGY_WANTED, r"with --metric energy off \(now on\)"),
+        ({}, replace(SETTINGS, backward=True), r"with --backward off \(now on\)"),
         ({"energy": ENERGY}, SETTINGS, r"with --metric energy on \(now off\)"),
         ({"flags": ("no energy: it changes its inputs",)}, SETTINGS, r"energy on \(now off\)"),
     ],

@@ -185,6 +185,8 @@ def test_untrusted_model_is_not_suggested(tmp_path: Path) -> None:
 def test_wrong_kernel_of_the_user_leads_to_the_doctor(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
     rows = [*measured(), row("my file.py:k", status="inaccurate", accuracy=accuracy())]
+    charts = ["--dir", directory, "--backward", "--report", "out.html"]
+    assert command(said("--dir", directory, "--backward", rows=rows)) == charts
     asked = ("--dir", directory, "--kernels", "torch-*,my file.py:k", "--call", "llama-*")
     rows.append(row("raising.py:k", status="error", reason="TypeError: no"))
     found = said(*asked, rows=rows)

@@ -58,6 +58,7 @@ def test_limit_of_rounds_limits_the_estimate(quick: Settings) -> None:
     assert seconds(second, max_seconds=10.0) < seconds(second)
     assert seconds(second, rounds=6) == pytest.approx(seconds(second, max_seconds=1.0))
     assert seconds(second, calls_before=4) > seconds(second)
+    assert seconds(second, backward=True) > seconds(second)
 
 
 def test_devices_share_several_calls_but_not_one() -> None:

@@ -86,7 +86,9 @@ def test_unsuitable_recording_is_refused(refused: Refused) -> None:
     edit(lambda data: data["captures"][0]["settings"].pop("model"))
     assert "in your own script" in refused(*E2E)
     edit(lambda data: data["captures"][0].update(census={}))
-    assert "number of calls: capture it again" in refused(*E2E)
+    assert "has no count of a model's calls: capture it again" in refused(*E2E)
+    edit(lambda data: data["captures"][0].update(census={"signatures": []}))
+    assert "manifest.json is damaged (rows is missing)" in refused(*E2E)
 
 
 @pytest.mark.parametrize("arguments", [E2E, (*PLAN, "--budget", "rmse=1")])

@@ -163,6 +163,12 @@ def test_other_outputs_by_hand() -> None:
     scalar = compare({"output": torch.tensor(2.0)}, {"output": torch.tensor(3.0)})
     assert scalar["relative_l1"] == 0.5
     assert compare({}, {}) == {"nan_count": 0, "baseline_nan_count": 0}
+    trained = [
+        {"loss": torch.tensor([3.0, last]), "grad_norm": torch.ones(2)} for last in (2, math.nan)
+    ]
+    drift = compare(*trained)
+    assert (drift["baseline_loss"], drift["loss"], drift["nan_count"]) == (2, None, 1)
+    assert cells(drift) == ["loss 2 → -", "gradient norm 1 → 1", "1 NaN"]
 
 
 def test_outputs_of_different_shapes_are_refused() -> None:

@@ -325,6 +325,22 @@ def test_changed_model_is_reported_and_not_predicted() -> None:
     assert a.measured[RUN].speedup is not None
 
 
+def test_run_that_trains_has_curves_and_a_prediction_of_its_forwards() -> None:
+    class Training(Pretended):
+        def run(self, variant: Variant, *, keep: Path | None = None, **options: Any) -> ModelRun:
+            ran = super().run(variant, keep=keep, **options)
+            if keep is not None:
+                save_file({"loss": torch.tensor([2.0, 1.0 + (variant is BASELINE)])}, keep)
+            return ran
+
+    own, a = checked(Training(), "a")
+    assert (own.curves, a.curves) == ({"loss": [2.0, 2.0]}, {"loss": [2.0, 1.0]})
+    assert (a.drift["baseline_loss"], a.drift["loss"]) == (2.0, 1.0)
+    assert a.predicted("denoise").speedup is not None
+    assert a.predicted(RUN).speedup is None
+    assert a.predicted(RUN).reason.endswith("this run trains")
+
+
 def test_inputs_changed_in_the_replay_are_listed() -> None:
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
     rows[1] = replace(rows[1], changed_inputs=("key",))

@@ -21,6 +21,7 @@ def choice(
     baseline_ms: float = 10.0,
     error: float = 0.01,
     covered: bool = True,
+    has_window: bool | None = None,
 ) -> LayerChoice:
     """Return a choice that saves `saved_ms` per run, in one call a step, of 6 steps by default."""
     calls = 6 if steps is None else steps[1] - steps[0] + 1
@@ -38,6 +39,7 @@ def choice(
         captured=1,
         kv_lens=None if kv_lens is None else KeyLengths(*kv_lens),
         steps=None if steps is None else StepRange(*steps),
+        has_window=has_window,
     )
 
 

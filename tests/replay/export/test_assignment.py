@@ -5,7 +5,9 @@ import importlib.util
 import json
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.attention import SDPBackend
@@ -14,6 +16,7 @@ from replay.api.export_plan import export
 from replay.cli.main import main
 from replay.export.loaders import __path__ as LOADERS
 from replay.export.targets import TARGETS
+from replay.export.vllm import KINDS
 from replay.kernels.registry import catalogue
 from replay.plan.plan import LayerChoice, PlanError
 from tests.in_this_process import runner
@@ -65,26 +68,31 @@ def test_schedule_has_a_name_for_each_step() -> None:
     assert schedule(choice("a", "fa3", steps=(1, 9_999)), steps=2) == ["SDPA", "FLASH_3"]
 
 
-def layer(number: int, kernel: str, *of_choice: float, phase: str = "decode") -> LayerChoice:
+def layer(number: int, kernel: str, *of_choice: float, **fields: Any) -> LayerChoice:
     """Return a choice whose time tells nothing about other layers."""
-    module, baseline_ms = f"model.layers.{number}.attn", 10.0 + number
-    return choice(module, kernel, *of_choice, phase=phase, baseline_ms=baseline_ms)
+    module, fields = f"model.layers.{number}.attn", {"phase": "decode", **fields}
+    return choice(module, kernel, *of_choice, baseline_ms=10.0 + number, **fields)
+
+
+full, window = partial(layer, has_window=False), partial(layer, has_window=True)
+
+
+def per_kind(version: int = 0, **backends: str) -> dict[str, Any]:
+    versions = {"flash_attn_version": version} if version else {}
+    return {"attention_config": {"backend": "auto", "backend_per_kind": backends, **versions}}
 
 
 FLASH_3 = {"attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3}}
 FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}}
 FP8 = "fa3-kvcache-fp8"
+ONLY_0_IN_FP8 = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1", "2"]}
 
 
 @pytest.mark.parametrize(
     ("choices", "arguments", "lost_ms"),
     [
         # Decode saves more than prefill, whose times with FlashInfer are unknown.
-        (
-            [layer(0, "flashinfer-decode", 5.0), layer(0, "fa3", 2.0, phase="prefill")],
-            FLASHINFER,
-            2,
-        ),
+        ([layer(0, "flashinfer-decode", 5.0), layer(0, "fa3", phase="prefill")], FLASHINFER, 1),
         ([layer(0, "flashinfer-decode"), layer(1, "fa3-varlen", 2.0, phase="mixed")], FLASH_3, 1),
         ([layer(0, "fa3-kvcache"), layer(0, "fa3", phase="prefill")], FLASH_3, 0),
         ([layer(0, "triton-decode")], {}, 1),
@@ -95,18 +103,50 @@ FP8 = "fa3-kvcache-fp8"
             {**FLASH_3, "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "11"]},
             1,
         ),
+        (
+            [
+                choice(f"model.layers.{n}.attn", FP8 if n == 0 else "fa3-kvcache", phase="decode")
+                for n in (0, 1, 2)
+            ],
+            {**FLASH_3, **ONLY_0_IN_FP8},
+            0,
+        ),
         # Only one phase of the layer has an FP8 cache, or another layer needs another backend.
         ([layer(0, FP8), layer(0, "fa3", phase="prefill")], FLASH_3, 1),
         ([layer(0, FP8), layer(1, "flashinfer-paged", 4.0)], FLASHINFER, 1),
+        (
+            [full(0, "flex"), full(1, "flex"), window(2, "flashinfer-paged")],
+            per_kind(full_attention="FLEX_ATTENTION", sliding_window="FLASHINFER"),
+            0,
+        ),
+        (
+            [full(0, "flash-mla"), window(1, "flashinfer-mla")],
+            per_kind(mla_attention="FLASHMLA", sliding_window_mla="FLASHINFER_MLA"),
+            0,
+        ),
+        (
+            [full(0, FP8), window(1, "torch-default", 0.0)],
+            {
+                **per_kind(3, full_attention="FLASH_ATTN"),
+                "kv_cache_dtype": "fp8",
+                "kv_cache_dtype_skip_layers": ["1"],
+            },
+            0,
+        ),
+        ([full(0, "fa3"), window(1, "fa3")], FLASH_3, 0),
+        # FlashAttention has one version, and the window of a layer is unknown.
+        ([full(0, "fa2", 1.0), window(1, "fa3", 2.0)], FLASH_3, 1),
+        ([full(0, "flex", 2.0), layer(1, "flashinfer-paged", 5.0)], FLASHINFER, 2),
         # vLLM cannot name a layer with two numbers.
         ([layer(0, FP8), choice("blocks.0.1", "fa3", phase="encode")], FLASH_3, 1),
     ],
 )
-def test_vllm_has_one_backend_and_a_cache_for_each_layer(
+def test_vllm_has_a_backend_for_each_kind_and_a_cache_for_each_layer(
     choices: list[LayerChoice], arguments: dict[str, object], lost_ms: float
 ) -> None:
     exported = export(plan_of(*choices), "vllm")
     assert json.loads(exported.text) == arguments
+    assert ("needs vLLM 0.26 or later" in str(exported)) == ("per_kind" in exported.text)
     assert sum(loss.lost_ms for loss in exported.losses) == lost_ms
 
 
@@ -184,6 +224,9 @@ def test_kernels_of_a_target_exist(to: str) -> None:
         registry = ast.parse(Path(folder, "v1/attention/backends/registry.py").read_text("utf-8"))
         members = {each.id for each in ast.walk(registry) if isinstance(each, ast.Name)}
         assert {name.partition(" ")[0] for name in names} <= members
+        if "backend_per_kind" in Path(folder, "config/attention.py").read_text("utf-8"):
+            kinds = Path(folder, "v1/kv_cache_interface.py").read_text("utf-8")
+            assert all(f'= "{kind}"' in kinds for pair in KINDS.values() for kind in pair)
 
 
 def test_blocks_of_comfyui_are_found_in_paths_of_diffusers_and_comfyui() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import find
 from tests import factories
 from tests.in_this_process import RunCli
+from tests.replay.bench.small_kernels import Replayed
+from tests.variant_calls import CALLS
 
 HOLES = torch.arange(13) % 2 == 0
 PADDING = torch.arange(13) < 5
@@ -85,19 +88,34 @@ def test_fp8_needs_a_gpu_that_has_it(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
+@pytest.mark.parametrize("call", [CALLS["packed, causal bottom right"], CALLS["sinks and window"]])
+def test_our_functions_are_differentiated(
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, call: AttentionCall
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernel = find("triton-attention-varlen" if "packed" in call.features else "triton-attention")
+    row = replayed(call, kernel, backward=True)[kernel.name]
+    assert (row.status, row.gradients is not None) == ("not-timed", True), row.reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 def test_recorded_calls_are_checked_and_never_timed(
     recorded: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     code, out, err = run_cli(
         *("--dir", str(recorded), "--device", "cpu", "--json", "-", "--check"),
-        *("--kernels", "triton-fa2,torch-math", "--rounds", "3", "--in-process"),
+        *("--kernels", "triton-attention,triton-fa2", "--rounds", "3", "--in-process"),
+        "--backward",
     )
     assert code == 0, err
     found = [json.loads(line) for line in out.splitlines()]
-    ours = [row for row in found if row["kernel"] == "triton-fa2"]
+    ours = [row for row in found if row["kernel"] == "triton-attention"]
     assert len(ours) == 3
+    plain = [row for row in found if row["kernel"] == "triton-fa2"]
+    assert {(row["status"], row["reason"]) for row in plain} == {("unsupported", "has no backward")}
     for row in ours:
+        assert all(each["tolerance_ratio"] <= 1 for each in row["gradients"].values())
         absent = [row[name] for name in ("time_ms", "first_call_ms", "speedup")]
         assert (row["status"], *absent) == ("not-timed", None, None, None)
         assert row["reason"].startswith("Triton's interpreter ran it; ")

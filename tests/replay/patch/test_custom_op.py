@@ -83,23 +83,19 @@ def test_support_is_checked_when_the_graph_runs(doubling: str) -> None:
     assert str(swap) == "doubling: 0 calls, 6 fell back (6 × no mask)"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @torch.enable_grad()
-def test_a_training_step_keeps_its_own_attention(compiled: bool, doubling: str) -> None:
+def test_a_compiled_training_step_keeps_its_own_attention(doubling: str) -> None:
     model, states = Block(), torch.randn(2, 5, 16)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    model(states).sum().backward()
-    assert model.inward.weight.grad is not None
-    wanted = model.inward.weight.grad.clone()
-    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    wanted = torch.autograd.grad(model(states).sum(), model.inward.weight)
     with use_kernel(doubling) as swap:
-        run(states).sum().backward()
+        found = torch.autograd.grad(compiled(states).sum(), model.inward.weight)
         counted = dict(swap.fallbacks)
-        run(states)
-    torch.testing.assert_close(model.inward.weight.grad, wanted)
-    assert list(counted) == ["gradients are needed"]
+        compiled(states)
+    torch.testing.assert_close(found, wanted)
+    assert list(counted) == ["gradients are needed in a compiled graph"]
     # The call is counted at compilation, because the graph holds PyTorch's own function.
-    assert (swap.hits, swap.fallbacks) == (0, counted if compiled else {"gradients are needed": 2})
+    assert (swap.hits, swap.fallbacks) == (0, counted)
 
 
 def test_lengths_may_vary(doubling: str) -> None:

@@ -10,9 +10,11 @@ import torch
 
 from replay.accuracy.errors import compare
 from replay.report.call_tables import print_report
-from replay.report.cells import speedup_text
+from replay.report.cells import cell, speedup_text
 from replay.report.groups import common_and_own, group_rows
+from replay.report.matrix_table import print_first_screen
 from replay.report.pooled import pooled_speedup
+from replay.report.ranking import rank
 from replay.report.replay_tables import _busy
 from replay.rows.errors_of_output import Errors, Where
 from replay.rows.row import CallFacts, Energy, GpuState, KernelId, Mask, Row, Status
@@ -226,6 +228,22 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
     assert pooled_speedup(group, mine) == speedup(2.5, 2.5, 2.5)
     assert pooled_speedup(group, mine, over=alone) is None
     assert pooled_speedup(group, alone, over=mine) is None
+
+
+def test_training_times_rank_kernels_where_backward_was_measured() -> None:
+    both = {"base": 4.0, "mine": 2.0}
+    rows = [
+        row(name, call(), (ms,) * 6, both_ms=summarize([both[name]] * 6), against=against)
+        for name, ms, against in (("base", 1.0, None), ("mine", 2.0, (1.0,) * 6))
+    ]
+    (group,) = group_rows(rows)
+    mine = KernelId("mine")
+    assert pooled_speedup(group, mine) == speedup(2.0, 2.0, 2.0)
+    assert pooled_speedup(group, mine, field="time_ms") == speedup(0.5, 0.5, 0.5)
+    assert min(group.rows, key=lambda name: rank(group, name)) == mine
+    assert cell("both_speedup.ratio", group, mine).startswith("2.00×")
+    assert cell("speedup.ratio", group, mine).startswith("0.50×")
+    assert "base 4 ms forward and backward" in printed(print_first_screen, rows, heading="")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from replay.rows.row import Roof, Row
 from replay.rows.row_files import row_to_json, write_csv, write_jsonl
 from tests import factories
 
+TIMES = ("time_ms", "block_ms", "core_time_ms", "backward_ms", "both_ms", "layer_host_ms")
 SAMPLES = {
     f"{times}.{part}"
-    for times in ("time_ms", "block_ms", "core_time_ms", "layer_host_ms")
+    for times in TIMES
     for part in ("samples", "interrupted", "unconfirmed", "control", "process_factor")
 }
 IN_JSON_ALONE = SAMPLES | {"accuracy.where.relative_l1"}
@@ -55,8 +56,9 @@ def test_replays_rows_have_no_other_leaves(
     broken = kernels("broken", lambda **a: torch.zeros_like(a["query"]))
     asked = {"compare_stats": True, "errors_against": "broken", "roofline": True}
     known = {item.path for item in FIELDS} | IN_JSON_ALONE
-    empty = {"speedup", "block_ms", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
+    empty = {"speedup", *TIMES, "gpu_before", "gpu_during"}
     empty |= {"call.mask", "call.batch", "energy", "accuracy.chosen"}
+    empty |= {"backward_speedup", "both_speedup", "gradients"}
     rows = replayed(factories.random_call(with_output=True), broken, **asked)
     for produced in rows.values():
         assert set(leaves(row_to_json(produced))) <= known | empty

@@ -19,7 +19,7 @@ from replay.bench.confirmation import LEAST_QUIET
 from replay.bench.settings import Settings
 from replay.isolation.block_inputs import BlockInputs
 from replay.kernels.registry import find
-from replay.rows.errors_of_output import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass, GradientErrors, Gradients
 from replay.rows.row import Row
 from replay.workers import judge_worker
 from replay.workers.environments import Environment
@@ -36,6 +36,7 @@ from replay.workloads.workload import random_workload as synthetic_workload
 from tests.factories import accuracy, made_workload, row, settings
 
 CPU = torch.device("cpu")
+GRADIENTS = Gradients(*[GradientErrors(0.5, 0.01, 0.1)] * 3)
 WORKLOAD = made_workload("call", lambda device: pytest.fail("not loaded here"))
 
 
@@ -72,6 +73,9 @@ class Scene:
         finding = {"finding": [self.status, "a sentence"], "accuracy": asdict(accuracy())}
         answers: dict[str, dict[str, Any]] = {
             "judge": {"judged": finding},
+            "judge gradients": {
+                "judged": {"finding": finding["finding"], "errors": asdict(GRADIENTS)}
+            },
             "take block": {"output_bytes": 1},
             "judge block": {"wrong": self.wrong, "other_share": self.other_share},
             "run null block": {"seconds": self.null_s},
@@ -133,6 +137,19 @@ def test_row_must_agree_with_its_judge(scene: Make, statuses: list[str], wrong: 
     assert again.confirmed().reason == ""
     again.evidence.wrong = seen.evidence.wrong
     assert (again.confirmed().status == "error") == bool(statuses)
+
+
+def test_row_must_agree_with_the_judge_of_its_gradients(scene: Make) -> None:
+    seen = scene(backward=True)
+    seen.judge()
+    seen.block(1.0)
+    unjudged = "its row says that its gradients are right, but none were judged"
+    assert seen.confirmed().reason == unjudged
+    seen.judge(do="judge gradients")
+    assert seen.confirmed(gradients=None).gradients == GRADIENTS
+    seen.status = "inaccurate"
+    seen.judge(do="judge gradients")
+    assert seen.confirmed().status == "error"
 
 
 def test_worker_that_goes_on_during_the_block_without_a_kernel_is_broken(scene: Make) -> None:
@@ -304,6 +321,16 @@ def test_chosen_keys_are_used_only_for_sparse_kernels(court: Court) -> None:
     assert judge.judge("sparse", "sparse", on_few, few).finding.status == "ok"
 
 
+def test_judge_of_gradients_is_not_a_judge_of_outputs_alone(court: Court) -> None:
+    call = CALL.load(CPU)
+    court(settings())
+    zeros = {name: torch.zeros_like(getattr(call, name)) for name in ("query", "key", "value")}
+    found = court(settings(backward=True)).judge_gradients("mine", "exact", zeros)
+    assert found.finding.status == "inaccurate"
+    assert found.errors is not None
+    assert found.errors.key.relative_l1 == 1
+
+
 def test_expected_call_is_loaded_once(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
@@ -395,7 +422,9 @@ def first() -> Iterator[First]:
         yield processes
 
 
-@pytest.mark.parametrize("fails_at", ["open", "judge", "take block", "judge block"])
+@pytest.mark.parametrize(
+    "fails_at", ["open", "judge", "judge gradients", "take block", "judge block"]
+)
 def test_failing_judge_costs_a_row_or_a_call_and_no_later_one(
     quick: Settings, first: First, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
@@ -404,8 +433,11 @@ def test_failing_judge_costs_a_row_or_a_call_and_no_later_one(
     here = {"this": Environment("this", sys.executable, 60, worker=first.worker)}
     kernels = {"this": [find(name) for name in ("torch-default", "torch-math")]}
     calls = [synthetic_workload(name, "random", Spec(1, 2, 2, 16, 16, 8, 8), 0) for name in "ab"]
-    rows, later = (list(replay_in_workers([call], kernels, quick, here, judge)) for call in calls)
+    asked = replace(quick, backward=True)
+    rows, later = (list(replay_in_workers([call], kernels, asked, here, judge)) for call in calls)
     assert [row.status for row in rows] == ["ok", "error"][fails_at == "open" :]
     reason = ENDED if fails_at == "take block" else OUT_OF_MEMORY
     assert rows[-1].reason == f"cannot be judged: {reason}"
     assert [row.status for row in later] == ["ok", "ok"]
+    assert all(row.gradients and row.backward_ms and row.both_ms for row in later)
+    assert later[1].both_speedup is not None

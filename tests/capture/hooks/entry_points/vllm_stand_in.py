@@ -101,7 +101,7 @@ class Impl(AttentionImpl):
 
     def __init__(self, scale: float, sinks: Tensor | None = None, soft_cap: float = 0.0) -> None:
         self.scale, self.sinks, self.logits_soft_cap = scale, sinks, soft_cap
-        self.alibi_slopes, self.attn_type = None, "decoder"
+        self.alibi_slopes = None
 
     def forward(
         self,
@@ -176,7 +176,7 @@ class LatentImpl(MLAAttentionImpl):
         self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any
     ) -> tuple[Tensor, None]:
         query, keys = torch.cat(q, -1), kv_c_and_k_pe_cache.unsqueeze(2)
-        output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
+        output = query.new_full((*query.shape[:2], self.kv_lora_rank), torch.nan)
         parts, scales = (keys, keys[..., : self.kv_lora_rank]), (layer._k_scale, layer._k_scale)
         common = attn_metadata.common
         return Impl(self.scale).attend(layer, query, parts, scales, common, output), None
@@ -185,16 +185,19 @@ class LatentImpl(MLAAttentionImpl):
 class Layer(nn.Module):
     """Layer of a model, with its own cache."""
 
+    __module__ = "vllm.attention"
+
     def __init__(self, name: str, backend: type, impl: Any, cache: Tensor) -> None:
         super().__init__()
         self.layer_name, self.attn_backend, self.impl = name, backend, impl
-        self.kv_cache, self.kv_cache_dtype = cache, "auto"
+        self.kv_cache, self.kv_cache_dtype, self.attn_type = cache, "auto", "decoder"
         self._q_scale = self._k_scale = self._v_scale = torch.tensor(1.0)
         self.sliding_window: int | None = None
         self.query_dtype = torch.float32
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, metadata: Any) -> Tensor:
-        output = torch.empty(query.shape, dtype=torch.bfloat16 if query.itemsize == 1 else None)
+        dtype = torch.bfloat16 if query.itemsize == 1 else None
+        output = torch.full(query.shape, torch.nan, dtype=dtype)
         self.impl.forward(self, query, key, value, self.kv_cache, metadata, output=output)
         return output.flatten(1)
 
@@ -202,12 +205,18 @@ class Layer(nn.Module):
 class MLAAttention(Layer):
     """Layer of latent attention, whose cache is (blocks, slots, width)."""
 
+    __module__ = "vllm.attention"
+    has_prompts_only = False
+    """True if the next batches have only prompts, which `forward_mqa` does not compute."""
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, metadata: Any) -> Tensor:
         return self.forward_impl(query, key, value, self.kv_cache, metadata)
 
     def forward_impl(
         self, q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Tensor:
+        if self.has_prompts_only:
+            return q.flatten(1)
         if self.kv_cache_dtype != "auto":
             kv_cache = kv_cache.view(FP8[self.kv_cache_dtype])
         parts = q.split([self.impl.kv_lora_rank, q.shape[-1] - self.impl.kv_lora_rank], -1)

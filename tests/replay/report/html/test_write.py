@@ -89,6 +89,8 @@ def test_a_name_that_is_markup_stays_text(page: str) -> None:
     assert pages.HOSTILE not in page
     assert html.escape(pages.HOSTILE) in page
     assert data_of(page)["groups"][1]["model"] == pages.HOSTILE
+    curves = {each["kernel"] for each in data_of(page)["models"]["model"]["losses"]}
+    assert curves == {"the model's own", "kernel-2"}  # kernel-1 has a single loss
     tags = re.findall(r"<(?:img|script)[^>]*>", page)
     plain = '<script type="text/plain" id="{}">'
     assert tags == [plain.format("data"), plain.format("library"), "<script>"]
@@ -133,6 +135,8 @@ def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
     data = data_of((tmp_path / "out.html").read_text("utf-8"))
     assert {each["error"] for each in data["pooled"]} == {None}
     assert {each["p50"] for each in data["pooled"]} == {None}
+    losses = [each["loss"] for each in data["models"]["model"]["losses"]]
+    assert losses == [3.25, 2.5, 2.25, None] * 2
 
 
 def test_errors_are_drawn_in_the_budgets_metric() -> None:

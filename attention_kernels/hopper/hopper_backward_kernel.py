@@ -1,0 +1,391 @@
+"""FlashAttention 3's backward pass (Shah et al. 2024) for Hopper GPUs, in Gluon.
+
+A program has a tile of 128 keys and values, which stay in shared memory. It computes their
+gradients, and adds parts of dQ to sums in float32 (`query_gradients.py`). One warp loads blocks of
+queries and of dO, of all heads that share the key head. Two warp groups ("consumers") have 64 keys
+each. For each block, with P and dS transposed, so that they are left operands in registers:
+
+    Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ       each consumer, for its keys
+    P = 2^(S·scale − lse), dS = P·(dP − δ)
+    dV += Pᵀ·dO, dK += dSᵀ·Q     each consumer, for its keys
+    dQ += dS·K                   half of the product per consumer, for all keys
+
+The last product needs dS of both consumers, so they exchange dS through shared memory and wait for
+each other in each block. dS is stored in two buffers in turn. A consumer thus never overwrites a dS
+that the other one still reads: both have finished the block before when they meet in a block.
+
+Barriers. Block number `count`, counted from the program's start, is in buffer `count % STAGES`, in
+phase `count // STAGES` (`pipeline.py`):
+
+- `key_value`: one phase, which ends when keys and values are loaded.
+- `query`, `grad_output`: a phase ends when TMA has written the buffer, once per block.
+- `empty`: a phase ends when both consumers have arrived, after their last read of a block's query
+  and dO. Before it fills a buffer, the loading warp waits for the phase before.
+- The named barrier EXCHANGE: 256 threads meet once per block, after both have stored dS.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attention_kernels.hopper.pipeline import (
+    FIRST_NUMBER,
+    LOADER_REGISTERS,
+    WARP_GROUP,
+    make_barriers,
+    meet,
+    named_barrier,
+    tma_load,
+)
+from attention_kernels.hopper.query_gradients import CHUNK_ROWS, COLUMNS, SIDE, add_chunk
+from attention_kernels.hopper.scores import ROWS, add_scores, matrix, start_scores
+
+KEYS = gl.constexpr(128)
+"""Number of keys of a program: ROWS of each of two consumers."""
+STAGES = gl.constexpr(2)
+"""Number of buffers for blocks of queries, and for blocks of dO."""
+EXCHANGE = gl.constexpr(FIRST_NUMBER.value)
+"""Number of the named barrier at which the consumers exchange dS."""
+NEVER = gl.constexpr(2**30)
+"""A query after all others."""
+
+
+class Buffers(NamedTuple):
+    """Blocks in shared memory. M is the number of queries in a block."""
+
+    key: Any
+    """(1, 1, KEYS, D)"""
+    value: Any
+    query: Any
+    """(STAGES, 1, 1, M, D)"""
+    grad_output: Any
+    logarithms: Any
+    """(STAGES, M), the log-sum-exp of each query in base 2."""
+    deltas: Any
+    """(STAGES, M), δ of each query."""
+    slopes: Any
+    """(2, KEYS, M), dSᵀ."""
+    sums: Any
+    """(2, CHUNK_ROWS, COLUMNS), each consumer's part of dQ."""
+
+
+class Barriers(NamedTuple):
+    """Barriers in shared memory, described at the top."""
+
+    key_value: Any
+    query: Any
+    grad_output: Any
+    empty: Any
+
+
+class Tile(NamedTuple):
+    """A program's tile of keys, and the blocks of queries that see some of them."""
+
+    batch: Any
+    kv_head: Any
+    first_key: Any
+    begin: Any
+    """First block that sees a key of the tile."""
+    whole: Any
+    """First block from `begin` on all of whose queries see the whole tile."""
+    whole_end: Any
+    """End of such blocks."""
+    end: Any
+
+
+class Call(NamedTuple):
+    """Numbers that all programs of a call share; `left` and `right` are None without a limit."""
+
+    scale: Any
+    """Scale of the scores in base 2."""
+    grad_scale: Any
+    """Scale of the scores."""
+    q_len: Any
+    k_len: Any
+    diagonal: Any
+    """Distance from a query to its diagonal key."""
+    left: Any
+    right: Any
+    blocks: Any
+    """Number of blocks of queries of a head."""
+    kv_heads: Any
+    group: Any
+    """Number of query heads that share a key head."""
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_len", "k_len", "diagonal", "left", "right", "blocks", "kv_heads", "group", "tiles",
+        "head_group",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    grad_output_desc,
+    logarithms_desc,
+    deltas_desc,
+    sums_desc,
+    grad_key,
+    grad_value,
+    scale,
+    grad_scale,
+    q_len,
+    k_len,
+    diagonal,
+    left,
+    right,
+    blocks,
+    kv_heads,
+    group,
+    tiles,
+    head_group,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    REGISTERS: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Compute dK and dV of a tile of keys, and add the tile's part to dQ.
+
+    The strides are those of `grad_key` and `grad_value`. MASKED: some tile is cut by the end of the
+    keys or by a side of the window. Rows of `logarithms` and `deltas` have `blocks` whole blocks.
+    Programs run in the order of their numbers, `head_group` heads at a time, a divisor of B · Hkv,
+    so that queries stay in the L2 cache. Within a group, the first tiles come first, which are the
+    longest in causal calls.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    M: gl.constexpr = q_desc.block_type.shape[2]
+    Q_BLOCKS: gl.constexpr = [STAGES] + q_desc.block_type.shape  # noqa: RUF005 (Gluon has no such syntax)
+    SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    buffers = Buffers(
+        gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout),
+        gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout),
+        gl.allocate_shared_memory(dtype, Q_BLOCKS, q_desc.layout),
+        gl.allocate_shared_memory(dtype, Q_BLOCKS, grad_output_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, M], logarithms_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, M], deltas_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, KEYS, M], SLOPES),
+        gl.allocate_shared_memory(gl.float32, [2, CHUNK_ROWS, COLUMNS], sums_desc.layout),
+    )
+    barriers = Barriers(
+        make_barriers(1, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, 2),
+    )
+    call = Call(
+        scale, grad_scale, q_len, k_len, diagonal, left, right, blocks, kv_heads, group
+    )  # fmt: skip
+    tile = _tile_of(gl.program_id(0), call, tiles, head_group, M)
+    load = (q_desc, k_desc, v_desc, grad_output_desc, logarithms_desc, deltas_desc)
+    of_keys = (grad_key, stride_kb, stride_kh, stride_kn)
+    of_values = (grad_value, stride_vb, stride_vh, stride_vn)
+    compute = (buffers, barriers, tile, call, sums_desc, of_keys, of_values)
+    # The first consumer is the program's own four warps.
+    gl.warp_specialize(
+        [
+            (_compute, (compute, 0, MASKED)),
+            (_compute, (compute, 1, MASKED)),
+            (_load, (load, buffers, barriers, tile, call)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _tile_of(program, call, tiles, head_group, M: gl.constexpr):
+    """Return a program's tile."""
+    in_group = head_group * tiles
+    place = program % in_group
+    which = program // in_group * head_group + place % head_group
+    first = place // head_group * KEYS
+    last = gl.minimum(first + KEYS, call.k_len) - 1
+    end = call.blocks
+    if call.left is not None:
+        seen = gl.maximum(last + call.left - call.diagonal + 1, 0)
+        end = gl.minimum(end, (seen + M - 1) // M)
+    begin = 0
+    whole = 0
+    if call.right is not None:
+        begin = gl.maximum(first - call.diagonal - call.right, 0) // M
+        whole = (gl.maximum(last - call.diagonal - call.right, 0) + M - 1) // M
+    begin = gl.minimum(begin, end)
+    whole = gl.minimum(gl.maximum(whole, begin), end)
+    whole = gl.where(first + KEYS > call.k_len, end, whole)
+    whole_end = end
+    if call.left is not None:
+        whole_end = gl.maximum(first + call.left - call.diagonal + 1, 0) // M
+        whole_end = gl.minimum(gl.maximum(whole_end, whole), end)
+    return Tile(which // call.kv_heads, which % call.kv_heads, first, begin, whole, whole_end, end)
+
+
+@gluon.jit
+def _load(descriptors, buffers, barriers, tile, call):
+    """Run the loading warp: load keys and values, then each block as soon as a buffer is free."""
+    q_desc, k_desc, v_desc, grad_output_desc, logarithms_desc, deltas_desc = descriptors
+    M: gl.constexpr = q_desc.block_type.shape[2]
+    full = barriers.key_value.index(0)
+    mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    place = [tile.batch, tile.kv_head, tile.first_key, 0]
+    tma_load(k_desc, place, full, buffers.key)
+    tma_load(v_desc, place, full, buffers.value)
+    count = 0
+    for member in range(call.group):
+        head = tile.kv_head * call.group + member
+        row = (tile.batch * call.kv_heads * call.group + head) * call.blocks * M
+        for block in range(tile.begin, tile.end):
+            stage, phase = count % STAGES, count // STAGES & 1
+            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+            place = [tile.batch, head, block * M, 0]
+            full = barriers.query.index(stage)
+            mbarrier.expect(full, q_desc.block_type.nbytes + logarithms_desc.block_type.nbytes)
+            tma_load(q_desc, place, full, buffers.query.index(stage))
+            tma_load(logarithms_desc, [row + block * M], full, buffers.logarithms.index(stage))
+            full = barriers.grad_output.index(stage)
+            mbarrier.expect(
+                full, grad_output_desc.block_type.nbytes + deltas_desc.block_type.nbytes
+            )
+            tma_load(grad_output_desc, place, full, buffers.grad_output.index(stage))
+            tma_load(deltas_desc, [row + block * M], full, buffers.deltas.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
+    """Run consumer number WHO: compute dK and dV of its keys, and its half of each block's dQ."""
+    buffers, barriers, tile, call, sums_desc, of_keys, of_values = arguments
+    D: gl.constexpr = buffers.key.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+    dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+    mbarrier.wait(barriers.key_value.index(0), 0)
+    count = 0
+    for member in range(call.group):
+        head = (tile.batch * call.kv_heads + tile.kv_head) * call.group + member
+        shared = (buffers, barriers, tile, call, sums_desc, head)
+        if MASKED:
+            for block in range(tile.begin, tile.whole):
+                dk, dv = _step(dk, dv, block, count, shared, WHO, True)
+                count += 1
+        for block in range(tile.whole, tile.whole_end):
+            dk, dv = _step(dk, dv, block, count, shared, WHO, False)
+            count += 1
+        if call.left is not None:
+            for block in range(tile.whole_end, tile.end):
+                dk, dv = _step(dk, dv, block, count, shared, WHO, True)
+                count += 1
+    # No warp reads the consumer's values after the consumers have met in the last block.
+    own = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
+    _store(dv, own, of_values, tile, call, WHO)
+    _store(dk * call.grad_scale, own, of_keys, tile, call, WHO)
+    tma.store_wait(0)  # the memory belongs to another program after the end
+
+
+@gluon.jit
+def _step(dk, dv, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.constexpr):
+    """Return dK and dV (ROWS, D) with the parts of a block added, and add the block's dQ."""
+    buffers, barriers, tile, call, sums_desc, head = shared
+    dtype: gl.constexpr = buffers.key.dtype
+    M: gl.constexpr = buffers.query.shape[3]
+    stage, phase = count % STAGES, count // STAGES & 1
+    query = matrix(buffers.query.index(stage))
+    grad_output = matrix(buffers.grad_output.index(stage))
+    key = matrix(buffers.key)
+    mbarrier.wait(barriers.query.index(stage), phase)
+    scores = start_scores(key.slice(WHO * ROWS, ROWS, dim=0), query)
+    mbarrier.wait(barriers.grad_output.index(stage), phase)
+    own_values = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    deltas = buffers.deltas.index(stage).load(OF_COLUMN)
+    start, _ = gl.broadcast(-deltas[None, :], gl.zeros([ROWS, M], gl.float32, LAYOUT))
+    grad_weights = add_scores(start, own_values, grad_output)
+    logarithms = buffers.logarithms.index(stage).load(OF_COLUMN)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if IS_MASKED:
+        scores = _hide(scores, block * M, tile, call, WHO)
+    weights = gl.exp2(scores * call.scale - logarithms[None, :])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    packed = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
+    dv = warpgroup_mma(packed, grad_output, dv, is_async=True)
+    grad_weights = warpgroup_mma_wait(1, deps=[grad_weights])
+    slopes = (weights * grad_weights).to(dtype)
+    own_slopes = buffers.slopes.index(count % 2)
+    own_slopes.slice(WHO * ROWS, ROWS, dim=0).store(slopes)
+    slopes = gl.convert_layout(slopes, OPERAND, assert_trivial=True)
+    fence_async_shared()
+    tma.store_wait(0)  # the previous block's part of dQ, read before the consumers meet
+    named_barrier("bar.sync", gl.to_tensor(EXCHANGE), gl.to_tensor(2 * WARP_GROUP))
+    dq = _start_dq(own_slopes, key, WHO)
+    dv, packed = warpgroup_mma_wait(1, deps=[dv, packed])
+    dk = warpgroup_mma(slopes, query, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    add_chunk(dq, sums_desc, (head * call.blocks + block) * 2 + WHO, buffers.sums.index(WHO))
+    dk, slopes = warpgroup_mma_wait(0, deps=[dk, slopes])
+    mbarrier.arrive(barriers.empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _start_dq(slopes, key, WHO: gl.constexpr):
+    """Start a consumer's half of dS·K, (64, 64), from dSᵀ (KEYS, M) and keys (KEYS, D): half of the
+    columns of 64 queries if D is 128, half of 128 queries if D is 64."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    nothing = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
+    if key.shape[1] == SIDE:
+        slopes = slopes.slice(WHO * SIDE, SIDE, dim=1)
+    else:
+        key = key.slice(WHO * SIDE, SIDE, dim=1)
+    return warpgroup_mma(slopes.permute((1, 0)), key, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _hide(scores, first_query, tile, call, WHO: gl.constexpr):
+    """Set scores (ROWS keys, M queries) of keys that a query does not see to -inf."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    own = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    queries = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    first_key = tile.first_key + WHO * ROWS
+    # The first query that sees a key, counted from the block's first, is compared with a constant.
+    first = own * 0
+    if call.right is not None:
+        first = own + (first_key - call.diagonal - call.right - first_query)
+    first = gl.where(own < call.k_len - first_key, first, NEVER)
+    scores = gl.where(first[:, None] <= queries, scores, float("-inf"))
+    if call.left is not None:
+        last = own + (first_key - call.diagonal + call.left - first_query)
+        scores = gl.where(queries <= last[:, None], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _store(gradients, buffer, target, tile, call, WHO: gl.constexpr):
+    """Store the gradients of a consumer's keys or values, (ROWS, D), 16 bytes at a time: threads
+    exchange their numbers through `buffer` of the same shape."""
+    pointer, stride_batch, stride_head, stride_row = target
+    D: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    meet()
+    buffer.store(gradients.to(buffer.dtype))
+    meet()
+    rows = tile.first_key + WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    pointer += tile.batch.to(gl.int64) * stride_batch + tile.kv_head.to(gl.int64) * stride_head
+    places = (rows.to(gl.int64) * stride_row)[:, None] + columns[None, :]
+    gl.store(pointer + places, buffer.load(LAYOUT), mask=(rows < call.k_len)[:, None])
