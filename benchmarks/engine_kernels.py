@@ -262,7 +262,7 @@ def flash_attention_3(batch: Batch) -> Run:
     beforehand. With an FP8 cache, the queries are in FP8 too."""
     module = rival("vllm.vllm_flash_attn", "flash_attn_varlen_func", "get_scheduler_metadata")
     if module is None:
-        raise ImportError("there is no vllm.vllm_flash_attn")
+        raise ImportError("vLLM's FlashAttention is not installed")
     longest_key = max(batch.k_lens)
     query = batch.query
     given: dict[str, Any] = {}
@@ -289,7 +289,7 @@ def flash_mla(batch: Batch) -> Run:
     """Return FlashMLA on a batch with one query a sequence."""
     module = rival("flash_mla", "flash_mla_with_kvcache", "get_mla_metadata")
     if module is None:
-        raise ImportError("there is no flash_mla")
+        raise ImportError("FlashMLA is not installed")
     schedule, splits = module.get_mla_metadata(batch.lengths, batch.heads[0], 1)
     return partial(
         module.flash_mla_with_kvcache, batch.query[:, None], batch.key, batch.table, batch.lengths,

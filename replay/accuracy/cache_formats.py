@@ -64,7 +64,7 @@ class CacheFormat:
     needs: str = ""
     """Condition under which vLLM stores this format; empty if its flag is enough."""
     kernel: str = ""
-    """Kernel of ours that decodes over a cache of this format; empty if there is none."""
+    """Name of our kernel that decodes over a cache of this format; empty if there is none."""
     rotated: bool = False
 
     @classmethod
