@@ -53,7 +53,7 @@ VOCABULARY = 32_000
 RECORDED = 2
 """Recorded calls. One of 64 requests takes 5 GB with eight key heads of width 128."""
 ROUNDS = 5
-STEP_SECONDS = 90.0
+STEP_SECONDS = 150.0
 """Limit of a step: starting the engine, recording and replaying, a kernel's first run, a round."""
 LINE = "LINE "
 

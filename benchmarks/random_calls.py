@@ -7,7 +7,8 @@
 
 Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
 is a set of calls that share one compiled program. Compiling takes seconds, so calls come in
-families of 40, which are shared out among processes. Writes `benchmarks/results/random_calls.csv`,
+families of 40, which are shared out among processes. The gradients of kernels with a backward pass
+are judged too. Writes `benchmarks/results/random_calls.csv`,
 a line for each kernel; on a CPU, where calls are small and Gluon kernels are omitted, only if
 `--out` names a file. Exits 1 if an output is wrong, and 2 if time ran out first.
 """
@@ -35,6 +36,7 @@ from benchmarks import results
 from benchmarks.gpu import gpu
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from replay.accuracy.gradient_verdict import judge_gradients
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected, judge
 from replay.isolation.block_inputs import BlockInputs
@@ -58,6 +60,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "triton-fa2": (*PLAIN, *MASKED, *VARIANTS),
     "triton-masked": MASKED,
     "triton-fa3": (*PLAIN, *MASKED, *VARIANTS),
+    "triton-attention": (*PLAIN, *MASKED, *VARIANTS),
+    "triton-attention-varlen": ("padding", "key lengths", *PACKED),
     "triton-sage": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
     "triton-fp8": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
     "triton-sage-fp8": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
@@ -279,6 +283,8 @@ def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Fa
             thresholds = thresholds_for(expected) if is_quantised else Thresholds()
             verdict = judge(output, expected, kernel.accuracy_class, thresholds)
             wrong = wrong_in_a_block(kernel, call, chosen) if verdict.passed else verdict.sentence
+            if kernel.differentiable and not wrong:
+                wrong = wrong_gradients(drawn.kernel, call)
             if wrong:
                 failures.append(Failure(drawn, number, f"{call.shape}: {wrong}"))
         except Exception as error:
@@ -308,6 +314,13 @@ def wrong_in_a_block(kernel: Kernel, call: AttentionCall, chosen: Tensor | None)
             all_chosen.append((number, kernel.chosen(call)))
     inputs.restore()
     return of_call.judge_block(name, accuracy_class, 0, outputs, 0, all_chosen or None)
+
+
+def wrong_gradients(kernel: str, call: AttentionCall) -> str:
+    """Return which gradients are wrong, for a random gradient of the output; empty for none."""
+    grad_output = torch.randn(output_shape(call), device=call.device).to(call.dtype)
+    verdict = judge_gradients(replace(call, grad_output=grad_output), kernel)
+    return "" if verdict.passed else f"gradients: {verdict}"
 
 
 def thresholds_for(expected: Expected) -> Thresholds:

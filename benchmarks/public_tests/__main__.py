@@ -7,9 +7,9 @@
 The tests are the libraries', unchanged; `flash_attn` and `flashinfer` are shims that call our
 functions and kernels (needs pytest and einops, not the libraries). There are hundreds of thousands
 of parametrisations, so each test runs on a random sample of them, which the seed determines.
-Parametrisations with features that our kernels lack are skipped, with the reason; gradients are not
-compared. Writes `benchmarks/results/public_tests.csv`, a line for each test and kernel, while it
-runs. Exits 1 if a comparison fails, and 2 if time runs out first.
+Parametrisations with features that our kernels lack are skipped, with the reason. FlashAttention's
+tests compare gradients too. Writes `benchmarks/results/public_tests.csv`, a line for each test and
+kernel, while it runs. Exits 1 if a comparison fails, and 2 if time runs out first.
 """
 
 from __future__ import annotations

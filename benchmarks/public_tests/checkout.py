@@ -18,7 +18,6 @@ from benchmarks.public_tests.flashinfer_shim import Decode, Finder, FlashInfer
 from benchmarks.public_tests.listed import Listed
 
 SWITCHES = {
-    "FLASH_ATTENTION_DISABLE_BACKWARD": "TRUE",
     "FLASH_ATTENTION_DISABLE_FP8": "TRUE",
     "FLASH_ATTENTION_DISABLE_LOCAL": "TRUE",
 }

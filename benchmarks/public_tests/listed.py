@@ -1,7 +1,7 @@
 """Lists the tests of the two libraries that are run, and our kernel for each.
 
 FlashAttention's tests call the functions of `attention_kernels.flash_attention`, which choose a
-kernel. Omitted are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi
+kernel, and their gradients. Omitted are tests of 8 and 4 bits, of rotary embeddings and ALiBi
 alone, of CUDA graphs and of merged states; FlashInfer's tests of a log-sum-exp; and tests that
 compare the library's own options (`use_tensor_cores`) with each other.
 """
@@ -62,13 +62,22 @@ TESTS = (
             ("hopper", "test_flash_attn_kvcache"),
         )
     ),
-    # Repeats a call, and compares outputs and log-sum-exps.
-    Listed(
-        "flash-attention",
-        "tests/test_flash_attn.py",
-        "test_flash_attn_race_condition",
-        (NAME,),
-        "itself",
+    *(
+        Listed("flash-attention", "tests/test_flash_attn.py", name, (NAME,))
+        for name in (
+            "test_flash_attn_bwd_overflow",
+            "test_flash_attn_bwd_transpose",
+            "test_flash_attn_bwd_varlen_overflow",
+        )
+    ),
+    # These repeat a call, and compare outputs, log-sum-exps and gradients.
+    *(
+        Listed("flash-attention", "tests/test_flash_attn.py", name, (NAME,), "itself")
+        for name in (
+            "test_flash_attn_race_condition",
+            "test_flash_attn_deterministic",
+            "test_flash_attn_varlen_deterministic",
+        )
     ),
     _flashinfer("test_single_prefill", "test_sinqle_prefill_with_paged_kv_cache", FA2, FA3),
     _flashinfer("test_single_prefill", "test_single_prefill_extreme_negative_logits", FA2, FA3),

@@ -80,7 +80,7 @@ def run(test: Callable[..., None], arguments: Arguments, answers: Answers | Flas
     before, printed = answers.calls, io.StringIO()
     torch.manual_seed(0)
     try:
-        with without_gradients(), contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed):
             test(**arguments)
     except (pytest.skip.Exception, pytest.xfail.Exception) as reason:
         return Outcome("skipped", _in_general(str(reason)) or "the test's own choice")
@@ -102,27 +102,6 @@ def run(test: Callable[..., None], arguments: Arguments, answers: Answers | Flas
 def _in_general(reason: str) -> str:
     """Return a reason without its varying parts, so that it can be counted."""
     return re.sub(r"(, not \d+.*| \(.*)$", "", re.sub(r"^(head_dim) \d+", r"\1", reason))
-
-
-@contextlib.contextmanager
-def without_gradients() -> Iterator[None]:
-    """Replace every gradient by zeros.
-
-    The tests compare outputs and then gradients, or compute gradients before any comparison.
-    Comparisons of outputs are unchanged; comparisons of gradients see only zeros.
-    """
-    grad = torch.autograd.grad
-
-    def zeros(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-        return tuple(map(torch.zeros_like, several))
-
-    torch.autograd.grad = zeros  # type: ignore[assignment]
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.autograd.grad = grad
 
 
 def sample(
