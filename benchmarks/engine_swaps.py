@@ -10,7 +10,9 @@ line for each kernel:
 
 - tokens per second with the kernel, and with vLLM's own attention (FlashAttention) beside it;
 - measured: median ratio of adjacent runs without and with the kernel;
-- predicted: from replays of recorded batches, as explained at `predicted`;
+- predicted: from replays of recorded batches, as explained at `predicted`, with a swap that costs
+  nothing, as where the GPU is busy, and in brackets with one that costs as much as the swap of
+  vLLM's own function;
 - requests with the same tokens; those of random weights change with the last bit of an output;
 - calls that the kernel answered, and that fell back to vLLM's own attention.
 
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,9 @@ class Measured:
     measured: float
     """Speed-up over vLLM's own attention."""
     predicted: float | None
-    """Predicted speed-up; None if nothing is predicted."""
+    """Predicted speed-up if a swap costs nothing; None if nothing is predicted."""
+    with_swap: float | None
+    """The same if a swap costs as much as that of vLLM's own function."""
     tokens: str
     answered: int
     fallbacks: dict[str, int]
@@ -96,7 +100,7 @@ class Measured:
         predicted = "not predicted"
         if self.predicted is not None:
             error = self.predicted / self.measured - 1
-            predicted = f"predicted {self.predicted:.3f} ({error:+.1%})"
+            predicted = f"predicted {self.predicted:.3f} ({error:+.1%}) [{self.with_swap:.3f}]"
         fell_back = sum(self.fallbacks.values())
         return (
             f"{self.kernel}: {self.tokens_per_second:.0f} tokens/s, own "
@@ -183,18 +187,18 @@ def fill(model: Any) -> None:
 
 
 def predicted(
-    census: Mapping[str, Any], rows: Iterable[Row], kernel: str, own: float, control: float
+    census: Mapping[str, Any], rows: Sequence[Row], kernel: str, own: float, before: float
 ) -> float | None:
     """Return a kernel's predicted speed-up in a run.
 
-        own / (control − Σ count · (t_own − t_kernel))
+        own / (before − Σ count · (t_own − t_kernel))
 
     The sum is over the census; a batch has the times of the replayed batches that represent it
     (`replay.plan.batch_matching`). It is None if one of them has no correct, timed row.
 
     Args:
         own: seconds of a run with the engine's own attention.
-        control: seconds of a run with the same kernel swapped in like any other kernel.
+        before: seconds of a run with the same kernels and the cost of the swap.
     """
     timed = {(row.kernel, row.call.name): row for row in rows if row.time_ms is not None}
     calls = [row.call for (name, _), row in timed.items() if name == OWN]
@@ -209,7 +213,7 @@ def predicted(
             assert row.time_ms is not None
             assert other.time_ms is not None
             saved += counted.calls * share * (row.time_ms.p50 - other.time_ms.p50) / 1000
-    return own / (control - saved)
+    return own / (before - saved)
 
 
 class Engine:
@@ -309,13 +313,15 @@ def run_size(name: str, kernels: Sequence[str], directory: Path) -> Iterator[str
     rate = REQUESTS * NEW_TOKENS / own
     for kernel, (found, hits, fallbacks) in swaps.items():
         ratio = speedups[kernel]
-        forecast = None
+        forecast = with_swap = None
         if kernel != OWN and OWN in speedups:
-            control = own / speedups[OWN]
-            forecast = predicted(captured.census, rows, kernel, own, control)
-        yield json.dumps(
-            asdict(Measured(kernel, rate * ratio, rate, ratio, forecast, found, hits, fallbacks))
+            of_kernel = captured.census, rows, kernel, own
+            forecast = predicted(*of_kernel, own)
+            with_swap = predicted(*of_kernel, own / speedups[OWN])
+        measured = Measured(
+            kernel, rate * ratio, rate, ratio, forecast, with_swap, found, hits, fallbacks
         )
+        yield json.dumps(asdict(measured))
 
 
 def follow(command: Sequence[str], log: Path, until: float) -> Iterator[str]:
