@@ -111,7 +111,7 @@ def test_tensors_may_be_on_another_gpu_than_the_current() -> None:
 
 def test_operator_passes_pytorchs_own_checks() -> None:
     query, key, value = tensors(300, 300)
-    options = (None, True, None, "exact", None, False, None, None, None, False, True)
+    options = (None, True, None, "exact", None, False, None, None, None, False, True, False)
     for return_lse in (False, True):
         torch.library.opcheck(
             torch.ops.attention_kernels.attention.default, (query, key, value, *options, return_lse)
