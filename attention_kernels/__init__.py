@@ -14,7 +14,7 @@ A folder imports only from the folders listed below it:
     operators.py        PyTorch operator and function `attention`
     gradients.py        PyTorch operators for gradients
     dispatch.py         choice of a kernel for a call
-    sparse/             decode that reads only chosen tokens
+    sparse/             decode of chosen tokens, and prefill over chosen blocks of keys
     decode/             a few queries over a cache: in one piece, in pages, in 8 bits; batches
     quantised/          prefill with 8-bit operands, for any GPU and for Hopper
     portable/           prefill in Triton for any GPU; calls hopper/ where that is faster
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
     from attention_kernels.quantised.quantise import quantise_key_value
     from attention_kernels.quantised.quantised_prefill import attend_to_quantised, quantised_prefill
+    from attention_kernels.sparse.block_choice import choose_blocks, visited_of
+    from attention_kernels.sparse.block_policy import BlockPolicy, kept_blocks
+    from attention_kernels.sparse.block_sparse import block_sizes, block_sparse_attention
     from attention_kernels.sparse.sparse_decode import paged_sparse_decode, sparse_decode
     from attention_kernels.sparse.token_choice import choose_paged_tokens, choose_tokens
 
@@ -67,10 +70,14 @@ __version__ = "0.1.0"
 _MODULES = {
     "PLAIN": "options",
     "AttentionOptions": "options",
+    "BlockPolicy": "sparse.block_policy",
     "KeyRanges": "portable.varlen",
     "attend_to_cache": "decode.split_kv",
     "attend_to_quantised": "quantised.quantised_prefill",
     "attention": "operators",
+    "block_sizes": "sparse.block_sparse",
+    "block_sparse_attention": "sparse.block_sparse",
+    "choose_blocks": "sparse.block_choice",
     "choose_paged_tokens": "sparse.token_choice",
     "choose_tokens": "sparse.token_choice",
     "contiguous_decode": "decode.contiguous_decode",
@@ -78,6 +85,7 @@ _MODULES = {
     "flash_attn_varlen_func": "flash_attention",
     "flash_attn_with_kvcache": "flash_attention",
     "hopper_prefill": "hopper.hopper_prefill",
+    "kept_blocks": "sparse.block_policy",
     "masked_prefill": "portable.masked_prefill",
     "packed_prefill": "portable.varlen",
     "padded_prefill": "portable.varlen",
@@ -91,18 +99,20 @@ _MODULES = {
     "quantised_prefill": "quantised.quantised_prefill",
     "register": "integrations",
     "sparse_decode": "sparse.sparse_decode",
+    "visited_of": "sparse.block_choice",
     "warm_up": "operators",
 }
 """Module of each public name. No public function has the name of a folder or file here: importing
 that module would replace the function in this namespace."""
 
 __all__ = [
-    "PLAIN", "AttentionOptions", "KeyRanges", "attend_to_cache", "attend_to_quantised", "attention",
+    "PLAIN", "AttentionOptions", "BlockPolicy", "KeyRanges", "attend_to_cache",
+    "attend_to_quantised", "attention", "block_sizes", "block_sparse_attention", "choose_blocks",
     "choose_paged_tokens", "choose_tokens", "contiguous_decode", "flash_attn_func",
-    "flash_attn_varlen_func", "flash_attn_with_kvcache", "hopper_prefill", "masked_prefill",
-    "packed_prefill", "padded_prefill", "paged_batch", "paged_decode", "paged_sparse_decode",
-    "prefill", "quantise_cache", "quantise_key_value", "quantised_decode", "quantised_prefill",
-    "register", "sparse_decode", "warm_up",
+    "flash_attn_varlen_func", "flash_attn_with_kvcache", "hopper_prefill", "kept_blocks",
+    "masked_prefill", "packed_prefill", "padded_prefill", "paged_batch", "paged_decode",
+    "paged_sparse_decode", "prefill", "quantise_cache", "quantise_key_value", "quantised_decode",
+    "quantised_prefill", "register", "sparse_decode", "visited_of", "warm_up",
 ]  # fmt: skip
 
 

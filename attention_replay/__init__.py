@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from replay.api.compare_rows import compare
     from replay.api.diagnose import doctor
     from replay.api.export_plan import export
+    from replay.api.foretell_model import foretell
     from replay.api.list_kernels import kernels
     from replay.api.measured_rows import Rows
     from replay.api.plan_model import plan
@@ -66,6 +67,7 @@ __all__ = [
     "compare",
     "doctor",
     "export",
+    "foretell",
     "judge_gradients",
     "kernels",
     "load",
@@ -100,6 +102,7 @@ _HOMES = {
     "compare": "replay.api.compare_rows",
     "doctor": "replay.api.diagnose",
     "export": "replay.api.export_plan",
+    "foretell": "replay.api.foretell_model",
     "judge_gradients": "replay.accuracy.gradient_verdict",
     "kernels": "replay.api.list_kernels",
     "load": "capture.storage.dataset",

@@ -72,7 +72,7 @@ def main() -> None:
         _run("capture", *model, "--backward", "--max", "4", "--out", recorded)
         for call in load(recorded):
             print(f"{call.origin.module}\n{judge_gradients(call)}")
-        _run("replay", "verify", "--dir", recorded, "--trust-code", *options)
+        _run("replay", "verify", "--dir", recorded, "--trust-code", "--backward", *options)
 
 
 def _run(package: str, *arguments: str) -> None:

@@ -74,6 +74,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "triton-paged-decode": ("plain", "padding", "key lengths", "window"),
     "triton-sparse-decode": ("plain", "padding"),
     "triton-paged-sparse-decode": ("plain", "padding"),
+    "triton-block-sparse": PLAIN,
 }
 """Forms of calls that each kernel must support, by kernel name."""
 DECODE = tuple(name for name in FORMS if "decode" in name)
@@ -284,7 +285,7 @@ def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Fa
             verdict = judge(output, expected, kernel.accuracy_class, thresholds)
             wrong = wrong_in_a_block(kernel, call, chosen) if verdict.passed else verdict.sentence
             if kernel.differentiable and not wrong:
-                wrong = wrong_gradients(drawn.kernel, call)
+                wrong = wrong_gradients(kernel, call)
             if wrong:
                 failures.append(Failure(drawn, number, f"{call.shape}: {wrong}"))
         except Exception as error:
@@ -316,10 +317,10 @@ def wrong_in_a_block(kernel: Kernel, call: AttentionCall, chosen: Tensor | None)
     return of_call.judge_block(name, accuracy_class, 0, outputs, 0, all_chosen or None)
 
 
-def wrong_gradients(kernel: str, call: AttentionCall) -> str:
+def wrong_gradients(kernel: Kernel, call: AttentionCall) -> str:
     """Return which gradients are wrong, for a random gradient of the output; empty for none."""
     grad_output = torch.randn(output_shape(call), device=call.device).to(call.dtype)
-    verdict = judge_gradients(replace(call, grad_output=grad_output), kernel)
+    verdict = judge_gradients(replace(call, grad_output=grad_output), kernel.attention)
     return "" if verdict.passed else f"gradients: {verdict}"
 
 

@@ -29,7 +29,8 @@ class Outputs:
             - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, if the
               pipeline exposes them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W),
               both in [0, 1], if the pipeline decodes; ``output`` for other results such as sound.
-            - ``training``: ``loss`` and ``grad_norm``, (steps,) each.
+            - ``training``: ``loss`` and ``grad_norm``, (steps,) each; samples of the gradients in
+              the first step, by ``first gradient of`` and the parameter's name.
             - ``tensor``: ``output``, of any shape.
     """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .errors import ModelError
 from .outputs import Outputs
 
+FIRST_GRADIENT = "first gradient of "
+SAMPLED = 256
+"""Number of elements, or twice as many, that are kept of a larger gradient."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -23,29 +28,30 @@ class Trained:
 
     Attributes:
         result: Result of the user's function.
-        grad_norms: L2 norm of all gradients (0-dim) in each step, as the optimiser received them;
-            without an optimiser, of those at the end of the run.
+        steps: Training steps of the run.
     """
 
     result: Any
-    grad_norms: list[Tensor]
+    steps: Steps
 
     def outputs(self) -> Outputs:
-        """Return ``loss`` and ``grad_norm``, each with one element per step.
+        """Return ``loss`` and ``grad_norm``, each with one element per step, and a sample of each
+        parameter's first gradient.
 
         Raises:
             ModelError: The function did not return its loss.
         """
         result = self.result
         found = result if isinstance(result, Mapping) else {"loss": result}
-        norms = found.get("grad_norm", self.grad_norms)
+        norms = found.get("grad_norm", [square.sqrt() for square in self.steps.squares])
         tensors = {"loss": _numbers(found.get("loss")), "grad_norm": _numbers(norms)}
         if tensors["loss"].numel() == 0:
             raise ModelError(
                 "a run that trains must return its loss: a number, a number for each step, or a "
                 f"mapping with loss and, optionally, grad_norm; it returned {type(result).__name__}"
             )
-        return Outputs("training", tensors)
+        first = {f"{FIRST_GRADIENT}{name}": each for name, each in self.steps.first.items()}
+        return Outputs("training", tensors | {name: each.cpu() for name, each in first.items()})
 
 
 class Training:
@@ -56,34 +62,44 @@ class Training:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._parameters = list(
-            dict.fromkeys(each for root in roots.values() for each in root.parameters())
-        )
+        self._names = {
+            parameter: ".".join(filter(None, (root, name)))
+            for root, module in roots.items()
+            for name, parameter in module.named_parameters()
+        }
         self._start: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
-    def undone(self) -> Iterator[list[Tensor]]:
-        """Undo all training steps at the end; yield the list that then has their gradient norms."""
-        steps, norms = _Steps(self._start), list[Tensor]()
+    def undone(self) -> Iterator[Steps]:
+        """Undo all training steps at the end; yield what is known of them then."""
+        steps = Steps(self._start, self._names)
         hook = register_optimizer_step_pre_hook(steps.begin)
         try:
-            yield norms
-            left = [each for each in self._parameters if each.grad is not None]
-            norms += [total.sqrt() for total in steps.squares] or (
-                [_square(left).sqrt()] if left else []
-            )
+            yield steps
+            if not steps.squares and any(each.grad is not None for each in self._names):
+                steps.squares.append(steps.square(self._names, is_first=True))
         finally:
             hook.remove()
             steps.undo()
-            for parameter in self._parameters:
+            for parameter in self._names:
                 parameter.grad = None
 
 
 @dataclass
-class _Steps:
+class Steps:
+    """Training steps of a run.
+
+    Attributes:
+        squares: Sum of the squared gradients (0-dim) in each step, as the optimisers received them;
+            without an optimiser, of those at the end of the run.
+        first: Sample of each parameter's first gradient, when the weights are those of any other
+            run, by the parameter's name; scaled to the norm that the whole gradient probably has.
+    """
+
     start: dict[nn.Parameter, Tensor]
+    names: Mapping[nn.Parameter, str]
     squares: list[Tensor] = field(default_factory=list)
-    """Sum of the squared gradients of all optimisers, in each step."""
+    first: dict[str, Tensor] = field(default_factory=dict)
     _states: dict[Optimizer, dict[str, Any]] = field(default_factory=dict)
     _stepped: set[Optimizer] = field(default_factory=set)
     """Optimisers that have made the current step."""
@@ -91,12 +107,12 @@ class _Steps:
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Note the gradients, and the first time the state, of an optimiser before its step."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if optimizer not in self._states:
+        if is_first := optimizer not in self._states:
             self._states[optimizer] = copy.deepcopy(optimizer.state_dict())
             for each in parameters:
                 if each not in self.start:
                     self.start[each] = each.detach().clone()
-        square = _square([each for each in parameters if each.grad is not None])
+        square = self.square(parameters, is_first=is_first)
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
             self.squares.append(square)
@@ -105,23 +121,26 @@ class _Steps:
         self._stepped.add(optimizer)
 
     @torch.no_grad()
+    def square(self, parameters: Iterable[nn.Parameter], *, is_first: bool) -> Tensor:
+        """Return the sum of the squared gradients, 0-dim; keep samples of the first ones."""
+        norms = []
+        for each in parameters:
+            if each.grad is None:
+                continue
+            norms.append(torch.linalg.vector_norm(each.grad, dtype=torch.float32))
+            if is_first and each in self.names:
+                elements = each.grad.flatten()
+                kept = elements[:: max(len(elements) // SAMPLED, 1)].float()
+                self.first[self.names[each]] = kept * math.sqrt(len(elements) / len(kept))
+        return torch.stack(norms).square().sum() if norms else torch.zeros(())
+
+    @torch.no_grad()
     def undo(self) -> None:
         for optimizer, state in self._states.items():
             for group in optimizer.param_groups:
                 for each in group["params"]:
                     each.copy_(self.start[each])
             optimizer.load_state_dict(state)
-
-
-@torch.no_grad()
-def _square(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the sum of the squared gradients, 0-dim."""
-    norms = [
-        torch.linalg.vector_norm(each.grad, dtype=torch.float32)
-        for each in parameters
-        if each.grad is not None
-    ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros(())
 
 
 def _numbers(value: Any) -> Tensor:

@@ -66,7 +66,7 @@ def build(request: Request) -> Runnable:
             _importable(path.parent),
             torch.no_grad(),
             seeded(request.seed, request.device),
-            training.undone() as grad_norms,
+            training.undone() as steps,
         ):
             try:
                 result = run(**text)
@@ -81,7 +81,7 @@ def build(request: Request) -> Runnable:
                     f"the run of {name} in {file} calls backward() without gradients: train inside "
                     "`with torch.enable_grad():`"
                 ) from error
-        return Trained(result, grad_norms) if grad_norms else result
+        return Trained(result, steps) if steps.squares else result
 
     given = {option: getattr(request, option) for option in ("prompt", "steps")}
     return Runnable(

@@ -180,7 +180,7 @@ def test_outcomes() -> None:
     def passes() -> None:
         output = ours.flash_attn_func(q, q, q)
         (gradient,) = torch.autograd.grad(output, q, output)
-        assert gradient.eq(0).all()
+        assert gradient.ne(0).any()
 
     def fails() -> None:
         print("Output max diff: 3")

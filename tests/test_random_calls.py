@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_every_form_of_every_kernel_is_drawn_and_taken() -> None:
-    drawn = {(each.kernel, each.form): each for each in (family(0, n) for n in range(1000))}
+    drawn = {(each.kernel, each.form): each for each in (family(0, n) for n in range(3000))}
     assert set(drawn) == {(kernel, form) for kernel, forms in FORMS.items() for form in forms}
     for each in drawn.values():
         assert find(each.kernel).refuses(draw(each, 0, 0, CPU)) is None, each

@@ -10,9 +10,10 @@ each. For each block, with P and dS transposed, so that they are left operands i
     dV += Pᵀ·dO, dK += dSᵀ·Q     each consumer, for its keys
     dQ += dS·K                   half of the product per consumer, for all keys
 
-The last product needs dS of both consumers, so they exchange dS through shared memory and wait for
-each other in each block. dS is stored in two buffers in turn. A consumer thus never overwrites a dS
-that the other one still reads: both have finished the block before when they meet in a block.
+The last product needs dS of both consumers, so they exchange dS through shared memory. If D is 128,
+it comes one block late, before the next block's scores: a consumer then seldom waits for the other
+one, and the two need not compute their exponentials at the same time. If D is 64, where blocks are
+twice as long, that takes more registers than there are. dS is stored in two buffers in turn.
 
 Barriers. Block number `count`, counted from the program's start, is in buffer `count % STAGES`, in
 phase `count // STAGES` (`pipeline.py`):
@@ -21,13 +22,18 @@ phase `count // STAGES` (`pipeline.py`):
 - `query`, `grad_output`: a phase ends when TMA has written the buffer, once per block.
 - `empty`: a phase ends when both consumers have arrived, after their last read of a block's query
   and dO. Before it fills a buffer, the loading warp waits for the phase before.
-- The named barrier EXCHANGE: 256 threads meet once per block, after both have stored dS.
+- The named barriers from EXCHANGE on. If D is 64, 256 threads meet at the first one when both
+  consumers have stored dS. If D is 128, each consumer has two in turn: it arrives when it has
+  stored dS of a block and finished dQ of the block before, and the other one waits for it before dQ
+  of the block. A consumer that stores dS has thus waited until the other one has read the dS that
+  was in the buffer.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -55,7 +61,7 @@ KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 """Number of buffers for blocks of queries, and for blocks of dO."""
 EXCHANGE = gl.constexpr(FIRST_NUMBER.value)
-"""Number of the named barrier at which the consumers exchange dS."""
+"""Number of the first named barrier for the exchange of dS."""
 NEVER = gl.constexpr(2**30)
 """A query after all others."""
 
@@ -271,25 +277,40 @@ def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Run consumer number WHO: compute dK and dV of its keys, and its half of each block's dQ."""
     buffers, barriers, tile, call, sums_desc, of_keys, of_values = arguments
     D: gl.constexpr = buffers.key.shape[3]
+    M: gl.constexpr = buffers.query.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     mbarrier.wait(barriers.key_value.index(0), 0)
+    head = (tile.batch * call.kv_heads + tile.kv_head) * call.group
+    chunk = (head * call.blocks + tile.begin) * 2 + WHO
+    if _is_late(D):
+        # No block precedes the first one. Its dQ is zero, and is added to the first block's.
+        own_slopes = buffers.slopes.index(1).slice(WHO * ROWS, ROWS, dim=0)
+        own_slopes.store(gl.zeros([ROWS, M], gl.float32, LAYOUT).to(buffers.key.dtype))
+        fence_async_shared()
+        _tell_stored(-1, WHO)
     count = 0
     for member in range(call.group):
-        head = (tile.batch * call.kv_heads + tile.kv_head) * call.group + member
-        shared = (buffers, barriers, tile, call, sums_desc, head)
+        shared = (buffers, barriers, tile, call, sums_desc, head + member)
         if MASKED:
             for block in range(tile.begin, tile.whole):
-                dk, dv = _step(dk, dv, block, count, shared, WHO, True)
+                dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, True)
                 count += 1
         for block in range(tile.whole, tile.whole_end):
-            dk, dv = _step(dk, dv, block, count, shared, WHO, False)
+            dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, False)
             count += 1
         if call.left is not None:
             for block in range(tile.whole_end, tile.end):
-                dk, dv = _step(dk, dv, block, count, shared, WHO, True)
+                dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, True)
                 count += 1
+    if _is_late(D):
+        tma.store_wait(0)
+        _wait_stored(count - 1, WHO)
+        dq = _start_dq(buffers.slopes.index((count + 1) % 2), matrix(buffers.key), WHO)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        if count > 0:
+            add_chunk(dq, sums_desc, chunk, buffers.sums.index(WHO))
     # No warp reads the consumer's values after the consumers have met in the last block.
     own = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
     _store(dv, own, of_values, tile, call, WHO)
@@ -297,20 +318,40 @@ def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
     tma.store_wait(0)  # the memory belongs to another program after the end
 
 
+@constexpr_function
+def _is_late(head_dim):
+    """Return whether dQ of a block is computed in the next block."""
+    return head_dim > 64
+
+
 @gluon.jit
-def _step(dk, dv, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.constexpr):
-    """Return dK and dV (ROWS, D) with the parts of a block added, and add the block's dQ."""
+def _step(dk, dv, chunk, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.constexpr):
+    """Return dK and dV (ROWS, D) with the parts of a block added, and the number of the block's
+    chunk of dQ. The block's part of dQ is added, or that of the block before, in `chunk`."""
     buffers, barriers, tile, call, sums_desc, head = shared
     dtype: gl.constexpr = buffers.key.dtype
     M: gl.constexpr = buffers.query.shape[3]
+    IS_LATE: gl.constexpr = _is_late(buffers.key.shape[3])
     stage, phase = count % STAGES, count // STAGES & 1
     query = matrix(buffers.query.index(stage))
     grad_output = matrix(buffers.grad_output.index(stage))
     key = matrix(buffers.key)
-    mbarrier.wait(barriers.query.index(stage), phase)
-    scores = start_scores(key.slice(WHO * ROWS, ROWS, dim=0), query)
-    mbarrier.wait(barriers.grad_output.index(stage), phase)
+    own_keys = key.slice(WHO * ROWS, ROWS, dim=0)
     own_values = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
+    sums = buffers.sums.index(WHO)
+    if IS_LATE:
+        tma.store_wait(0)  # the previous part of dQ, read before the warps meet
+        _wait_stored(count - 1, WHO)
+        dq = _start_dq(buffers.slopes.index((count + 1) % 2), key, WHO)
+        mbarrier.wait(barriers.query.index(stage), phase)
+        scores = start_scores(own_keys, query)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        add_chunk(dq, sums_desc, chunk, sums)
+    else:
+        mbarrier.wait(barriers.query.index(stage), phase)
+        scores = start_scores(own_keys, query)
+    chunk = (head * call.blocks + block) * 2 + WHO
+    mbarrier.wait(barriers.grad_output.index(stage), phase)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     deltas = buffers.deltas.index(stage).load(OF_COLUMN)
@@ -326,20 +367,38 @@ def _step(dk, dv, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.constex
     dv = warpgroup_mma(packed, grad_output, dv, is_async=True)
     grad_weights = warpgroup_mma_wait(1, deps=[grad_weights])
     slopes = (weights * grad_weights).to(dtype)
-    own_slopes = buffers.slopes.index(count % 2)
-    own_slopes.slice(WHO * ROWS, ROWS, dim=0).store(slopes)
+    block_slopes = buffers.slopes.index(count % 2)
+    block_slopes.slice(WHO * ROWS, ROWS, dim=0).store(slopes)
     slopes = gl.convert_layout(slopes, OPERAND, assert_trivial=True)
     fence_async_shared()
-    tma.store_wait(0)  # the previous block's part of dQ, read before the consumers meet
-    named_barrier("bar.sync", gl.to_tensor(EXCHANGE), gl.to_tensor(2 * WARP_GROUP))
-    dq = _start_dq(own_slopes, key, WHO)
-    dv, packed = warpgroup_mma_wait(1, deps=[dv, packed])
-    dk = warpgroup_mma(slopes, query, dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq])
-    add_chunk(dq, sums_desc, (head * call.blocks + block) * 2 + WHO, buffers.sums.index(WHO))
-    dk, slopes = warpgroup_mma_wait(0, deps=[dk, slopes])
+    if IS_LATE:
+        _tell_stored(count, WHO)
+        dk = warpgroup_mma(slopes, query, dk, is_async=True)
+    else:
+        tma.store_wait(0)
+        named_barrier("bar.sync", gl.to_tensor(EXCHANGE), gl.to_tensor(2 * WARP_GROUP))
+        dq = _start_dq(block_slopes, key, WHO)
+        dv, packed = warpgroup_mma_wait(1, deps=[dv, packed])
+        dk = warpgroup_mma(slopes, query, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        add_chunk(dq, sums_desc, chunk, sums)
+    dk, dv, slopes, packed = warpgroup_mma_wait(0, deps=[dk, dv, slopes, packed])
     mbarrier.arrive(barriers.empty.index(stage), count=1)
-    return dk, dv
+    return dk, dv, chunk
+
+
+@gluon.jit
+def _tell_stored(count, WHO: gl.constexpr):
+    """Tell the other consumer that dS of block number `count` is stored."""
+    number = gl.to_tensor(EXCHANGE + 2 * WHO) + (count & 1)
+    named_barrier("bar.arrive", number, gl.to_tensor(2 * WARP_GROUP))
+
+
+@gluon.jit
+def _wait_stored(count, WHO: gl.constexpr):
+    """Wait until the other consumer has stored dS of block number `count`."""
+    number = gl.to_tensor(EXCHANGE + 2 * (1 - WHO)) + (count & 1)
+    named_barrier("bar.sync", number, gl.to_tensor(2 * WARP_GROUP))
 
 
 @gluon.jit

@@ -122,8 +122,9 @@ def forward_hopper(
     Args:
         query, key, value: BHSD; packed batches have one batch element.
         lengths: valid rows of each batch element; None for all. Not together with a mask.
-        visited: blocks that `attn_mask` keeps visible in tiles of the size of `visited_tiles`. The
-            mask alone then determines the keys that a query sees.
+        visited: blocks to attend to, in tiles of the size of `visited_tiles`. With a mask, these
+            are the blocks that it keeps visible, and the mask alone determines the keys that a
+            query sees.
 
     Raises:
         ValueError: the shapes do not fit together, the types differ, or they do not have 16 bits.
@@ -186,9 +187,9 @@ def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
     )
 
 
-def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
-    """Return the numbers of queries in a tile and of keys in a block, for `find_visited_blocks`."""
-    size = loadable_type(attn_mask.dtype).itemsize
+def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> tuple[int, int]:
+    """Return the numbers of queries in a tile and of keys in a block of `VisitedBlocks`."""
+    size = 0 if attn_mask is None else loadable_type(attn_mask.dtype).itemsize
     plan = schedule_of_visited_blocks(dims_of(query.shape[3], value.shape[3]), size)
     return plan.consumers * ROWS.value, plan.keys
 

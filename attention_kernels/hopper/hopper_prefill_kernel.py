@@ -474,7 +474,9 @@ def _attend_tile(
                 count += 1
         key = block_at(skipped, blocks, bounds) * KEYS
     else:
-        masked = gl.maximum(visited[3], 1)
+        masked = 1
+        if rings.mask is not None or rings.bias is not None or bounds.most_cut is not None:
+            masked = gl.maximum(visited[3], 1)
         steps = visited[2] + visited[3]
         key = visited_key(0, visited, bounds, KEYS)
     wait_for(rings.query, WHO, done)

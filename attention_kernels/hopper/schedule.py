@@ -190,7 +190,10 @@ def _time_of(plan: Schedule, costs: Costs, call: WholeCall, has_mask: bool) -> f
 
 
 def schedule_of_visited_blocks(dims: Dims, mask_size: int) -> Schedule:
-    """Return the schedule for a mask that has been scanned: a tile is 128 queries of one head."""
+    """Return the schedule for visited blocks, with one head in a tile: of 128 queries if a mask is
+    read, else as in long calls."""
+    if not mask_size:
+        return _without_mask(dims, 1, SHORT + 1)
     plan = TWO._replace(heads=1) if dims.are_narrow else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
 

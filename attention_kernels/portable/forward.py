@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ def forward(
     options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     visited: VisitedBlocks | None = None,
+    skip: float | None = None,
+    computed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output and, with `has_lse`, the log-sum-exp, else None.
 
@@ -56,8 +59,11 @@ def forward(
         cut: sizes of a program's work; None for the result of `blocks`.
         options: bottom right, window and soft cap.
         sinks: (Hq,).
-        visited: blocks that `attn_mask` keeps visible in tiles of the size of `cut`. The mask alone
-            then determines the keys that a query sees.
+        visited: blocks to attend to, in tiles of the size of `cut`. With a mask, these are the
+            blocks that it keeps visible, and the mask alone determines the keys that a query sees.
+        skip: λ of `block_sparse_attention`, only with `visited`.
+        computed: (B, Hq, tiles, blocks) int8, receives a 1 for each visited block that is not
+            skipped.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
@@ -73,6 +79,8 @@ def forward(
         layout(attn_mask),
         layout(sinks),
         visited and tuple(map(layout, visited)),
+        skip,
+        layout(computed),
         alignments(query, key, value),
         is_causal,
         scale,
@@ -99,6 +107,7 @@ def forward(
             options,
             visited,
             sizes_of(sinks),
+            skip,
         ),
     )
     output = _allocated(query, *planned.output)
@@ -114,6 +123,7 @@ def forward(
         lse,
         *lengths[3:],
         *(visited or (None, None)),
+        computed,
     )
     return output, lse
 
@@ -142,6 +152,7 @@ def _plan(
     options: AttentionOptions,
     visited: VisitedBlocks | None,
     sinks: Sizes | None,
+    skip: float | None,
 ) -> _PlannedForward:
     """Plan everything about a call except the addresses of its tensors.
 
@@ -196,6 +207,7 @@ def _plan(
             "cap": cap,
             "left": left,
             "right": right,
+            "skip": None if skip is None else math.log2(skip),
             "q_len": q_len,
             "k_len": k_len,
             "tiles": tiles,

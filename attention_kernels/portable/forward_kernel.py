@@ -7,8 +7,8 @@ each range of keys, and stores the output.
 - Blocks that are cut by the diagonal, a side of a window or the end of the keys are masked. Blocks
   between them are not masked, and blocks beyond them are not visited. There are up to three ranges
   of blocks, each with its own loop.
-- If a mask has been scanned (`visited_blocks.py`), the program visits the blocks that are not fully
-  masked: first blocks in which the mask changes nothing, then the other blocks.
+- If a mask has been scanned (`visited_blocks.py`), or blocks have been chosen (`block_choice.py`),
+  the program visits listed blocks: first whole blocks, then blocks that a query sees in part.
 - A head dimension that is not a power of two is split into two pieces: 96 is 64 + 32, 72 is 64 +
   16.
 - Query heads that share a key head read that head in place.
@@ -54,10 +54,12 @@ def forward_kernel(
     k_lengths,
     blocks,
     counts,
+    computed,
     scale,
     cap,
     left,
     right,
+    skip,
     q_len,
     k_len,
     tiles,
@@ -111,8 +113,9 @@ def forward_kernel(
 ):
     """Compute a tile of BLOCK_M queries of one head.
 
-    `sinks`, `cap`, `left`, `right`, and `blocks` with its counts and strides are None if a call
-    does not have them. Arguments that are None are not part of the compiled program.
+    `sinks`, `cap`, `left`, `right`, `skip`, `computed`, and `blocks` with its counts and strides
+    are None if a call does not have them. Arguments that are None are not part of the compiled
+    program.
 
     Strides of query, key and value are in UNITs, except between the elements of a row. Strides of
     the mask are in MASK_UNITs, and its number of keys is a multiple of MASK_UNIT. Strides of the
@@ -179,7 +182,7 @@ def forward_kernel(
                 sums, sums_rest, maximum, total = _attend(
                     sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
                     batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
-                    None, ends[stretch], ends[stretch + 1], scale, cap, left, right,
+                    None, None, ends[stretch], ends[stretch + 1], scale, cap, left, right, None,
                     stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn, MASK_UNIT,
                     BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
                     MASK, IS_CAUSAL, stretch != 1, LENGTHS != "full", HAS_DESCRIPTORS,
@@ -188,15 +191,17 @@ def forward_kernel(
             place = wide_batch * stride_wb + wide_head * stride_wh + tile
             width = tl.cdiv(k_len, BLOCK_N)
             blocks += place * 2 * width
+            if computed is not None:
+                computed += ((wide_batch * heads + wide_head) * tiles + tile) * width
             for kind in tl.static_range(2):
                 sums, sums_rest, maximum, total = _attend(
                     sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
-                    batch_in_memory, kv_head, rows, rows, q_end, k_end,
-                    blocks + kind * width, 0, tl.load(counts + place * 2 + kind),
-                    scale, cap, left, right,
+                    batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
+                    blocks + kind * width, computed, 0, tl.load(counts + place * 2 + kind),
+                    scale, cap, left, right, skip,
                     stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn, MASK_UNIT,
                     BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-                    MASK if kind == 1 else "none", False, kind == 1, False, HAS_DESCRIPTORS,
+                    MASK if kind == 1 else "none", IS_CAUSAL, kind == 1, False, HAS_DESCRIPTORS,
                 )  # fmt: skip
 
         if sinks is not None:
@@ -307,12 +312,14 @@ def _attend(
     q_end,
     k_end,
     blocks,
+    computed,
     first,
     last,
     scale,
     cap,
     left,
     right,
+    skip,
     stride_kn,
     stride_kd,
     stride_vn,
@@ -338,9 +345,10 @@ def _attend(
 
     `rows` and keys count from the tensors' beginnings; `diagonals` are the diagonal keys of the
     rows. `cap`, `left` and `right` are None if there is no soft cap or no such side of a window.
-    With a cap, `scale` is the factor of the exponent in tanh. IS_BOUNDED: a block may reach past
-    `k_end` or cross the diagonal or a side. IS_PART: keys past `k_end` may belong to another batch
-    element.
+    With a cap, `scale` is the factor of the exponent in tanh. `skip` is log₂λ (`block_sparse.py`)
+    or None, and `computed` receives a 1 for each block that is not skipped, or is None. IS_BOUNDED:
+    a block may reach past `k_end` or cross the diagonal or a side. IS_PART: keys past `k_end` may
+    belong to another batch element.
     """
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     next_start = first
@@ -380,26 +388,32 @@ def _attend(
         if IS_BOUNDED:
             seen = may_see(diagonals, keys, k_end, left, right, IS_CAUSAL)
             scores = tl.where(seen, scores, float("-inf"))
-        weights, maximum, rescale = softmax_step(
-            scores, tl.max(scores, 1) * factor, maximum, factor
-        )
-        total = total * rescale + tl.sum(weights, 1)
-        sums = sums * rescale[:, None]
-        value_main = _load_block(
-            value, batch, kv_head, start, k_end, stride_vn, stride_vd,
-            0, DV_MAIN, BLOCK_N, DV, IS_BOUNDED, HAS_DESCRIPTORS,
-        )  # fmt: skip
-        if HAS_DESCRIPTORS and IS_BOUNDED and IS_PART:
-            value_main = tl.where(keys[:, None] < k_end, value_main, 0.0)
-        weights = weights.to(value_main.dtype)
-        sums = matmul(weights, value_main, sums)
-        if DV_REST > 0:
-            value_rest = _load_block(
+        largest = tl.max(scores, 1) * factor
+        is_needed = True
+        if skip is not None:
+            is_small = (largest < maximum + skip) | (rows >= q_end)  # false for a NaN
+            is_needed = tl.min(is_small.to(tl.int32), 0) == 0
+        if is_needed:
+            if computed is not None:
+                tl.store(computed + start // BLOCK_N, 1)
+            weights, maximum, rescale = softmax_step(scores, largest, maximum, factor)
+            total = total * rescale + tl.sum(weights, 1)
+            sums = sums * rescale[:, None]
+            value_main = _load_block(
                 value, batch, kv_head, start, k_end, stride_vn, stride_vd,
-                DV_MAIN, DV_REST, BLOCK_N, DV, IS_BOUNDED, False,
+                0, DV_MAIN, BLOCK_N, DV, IS_BOUNDED, HAS_DESCRIPTORS,
             )  # fmt: skip
-            sums_rest = sums_rest * rescale[:, None]
-            sums_rest = matmul(weights, value_rest, sums_rest)
+            if HAS_DESCRIPTORS and IS_BOUNDED and IS_PART:
+                value_main = tl.where(keys[:, None] < k_end, value_main, 0.0)
+            weights = weights.to(value_main.dtype)
+            sums = matmul(weights, value_main, sums)
+            if DV_REST > 0:
+                value_rest = _load_block(
+                    value, batch, kv_head, start, k_end, stride_vn, stride_vd,
+                    DV_MAIN, DV_REST, BLOCK_N, DV, IS_BOUNDED, False,
+                )  # fmt: skip
+                sums_rest = sums_rest * rescale[:, None]
+                sums_rest = matmul(weights, value_rest, sums_rest)
     return sums, sums_rest, maximum, total
 
 

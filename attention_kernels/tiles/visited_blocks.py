@@ -97,6 +97,15 @@ def _list_kernel(
     place = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, WIDTH)
     kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)
+    store_lists(kinds, blocks_ptr, counts_ptr, place, width, BLOCK_N, WIDTH)
+
+
+@triton.jit
+def store_lists(
+    kinds, blocks_ptr, counts_ptr, place, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store the lists of tile number `place`, whose `width` blocks have these kinds (WIDTH,)."""
+    blocks = tl.arange(0, WIDTH)
     blocks_ptr += place * 2 * width
     is_whole = (kinds == WHOLE).to(tl.int32)
     is_cut = (kinds == CUT).to(tl.int32)
@@ -130,12 +139,10 @@ def find_visited_blocks(attn_mask: Tensor, rows: int, keys: int) -> VisitedBlock
     is_bool = attn_mask.dtype == torch.bool
     numbers = attn_mask.view(torch.uint8) if is_bool else attn_mask
     tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
-    blocks = attn_mask.new_empty((batches, heads, tiles, 2, width), dtype=torch.int32)
-    counts = attn_mask.new_empty((batches, heads, tiles, 2), dtype=torch.int32)
-    if not blocks.numel():
-        return VisitedBlocks(blocks, counts.zero_())
     kinds = attn_mask.new_empty((batches, heads, tiles, width), dtype=torch.int8)
-    find_kinds, list_blocks = _planned(
+    if not kinds.numel():
+        return list_blocks(kinds, keys)
+    find_kinds = _kinds_launch(
         numbers.shape,
         numbers.stride(),
         attn_mask.dtype,
@@ -145,12 +152,11 @@ def find_visited_blocks(attn_mask: Tensor, rows: int, keys: int) -> VisitedBlock
         keys,
     )
     find_kinds(numbers, None if is_bool else numbers.amax(3), kinds)
-    list_blocks(kinds, blocks, counts)
-    return VisitedBlocks(blocks, counts)
+    return list_blocks(kinds, keys)
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned(
+def _kinds_launch(
     shape: tuple[int, int, int, int],
     strides: tuple[int, int, int, int],
     dtype: torch.dtype,
@@ -158,12 +164,12 @@ def _planned(
     unit: int,
     rows: int,
     keys: int,
-) -> tuple[Launch, Launch]:
-    """Return the launches for masks of one shape; `dtype` is the mask's type before bool was
+) -> Launch:
+    """Return the launch for masks of one shape; `dtype` is the mask's type before bool was
     converted to bytes."""
     batches, heads, q_len, k_len = shape
     tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
-    find_kinds = Launch(
+    return Launch(
         _kinds_kernel,
         (width * tiles * batches * heads, 1, 1),
         device,
@@ -179,11 +185,35 @@ def _planned(
         },
         num_warps=4,
     )
-    list_blocks = Launch(
+
+
+def list_blocks(kinds: Tensor, keys: int) -> VisitedBlocks:
+    """Return blocks of `keys` keys as lists.
+
+    Args:
+        kinds: (B, H, tiles, blocks) int8, contiguous: 0 or the kind of a visited block.
+    """
+    visited = empty_lists(kinds.shape, kinds.device)
+    if kinds.numel():
+        _list_launch(kinds.shape, kinds.device, keys)(kinds, *visited)
+    return visited
+
+
+def empty_lists(shape: tuple[int, ...], device: torch.device) -> VisitedBlocks:
+    """Return memory for lists of (B, H, tiles, blocks); without blocks, the counts are 0."""
+    batches, heads, tiles, width = shape
+    blocks = torch.empty((batches, heads, tiles, 2, width), dtype=torch.int32, device=device)
+    new = torch.empty if width else torch.zeros
+    return VisitedBlocks(blocks, new((batches, heads, tiles, 2), dtype=torch.int32, device=device))
+
+
+@functools.lru_cache(maxsize=1024)
+def _list_launch(shape: tuple[int, int, int, int], device: torch.device, keys: int) -> Launch:
+    batches, heads, tiles, width = shape
+    return Launch(
         _list_kernel,
         (tiles * batches * heads, 1, 1),
         device,
         {"width": width, "BLOCK_N": keys, "WIDTH": triton.next_power_of_2(width)},
         num_warps=1,
     )
-    return find_kinds, list_blocks

@@ -41,7 +41,7 @@ DECODE = (
     "triton-paged-decode-fp8",
     "triton-sparse-decode",
 )
-KERNELS = (*PREFILL, "triton-masked", "triton-varlen", *DECODE)
+KERNELS = (*PREFILL, "triton-masked", "triton-varlen", "triton-block-sparse", *DECODE)
 HeadDims = tuple[int, int]
 """Head dimensions of queries and keys, and of values."""
 HEAD_DIMS: tuple[HeadDims, ...] = ((64, 64), (128, 128), (256, 256))

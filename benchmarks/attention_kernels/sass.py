@@ -46,8 +46,12 @@ from attention_kernels.portable.masked_prefill import masked_prefill
 from attention_kernels.portable.prefill import prefill
 from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
 from attention_kernels.quantised.quantised_prefill import quantised_prefill
+from attention_kernels.sparse.block_choice import choose_blocks
+from attention_kernels.sparse.block_policy import BlockPolicy
+from attention_kernels.sparse.block_sparse import block_sizes, block_sparse_attention
 from attention_kernels.sparse.sparse_decode import paged_sparse_decode, sparse_decode
 from attention_kernels.sparse.token_choice import choose_paged_tokens, choose_tokens
+from attention_kernels.tiles.visited_blocks import empty_lists
 from benchmarks import results
 from benchmarks.attention_kernels.other_gpus import as_if_on
 
@@ -175,6 +179,13 @@ def of_lengths() -> Cases:
     yield "packed all 64", partial(packed_prefill, *in_a_row(64), **EXTRAS["all"])
     yield "visits bool 64", partial(masked_prefill, *operands(64), bools(8, 1024, 1024))
     yield "visits float 128", partial(masked_prefill, *operands(128), empty(1024, 1024))
+    for dim in (64, 128, 256):
+        tensors = operands(dim, 9216, 9216)
+        rows, keys = block_sizes(*tensors)
+        visited = empty_lists((1, 8, -(-9216 // rows), -(-9216 // keys)), tensors[0].device)
+        yield f"visits chosen {dim}", partial(block_sparse_attention, *tensors, visited)
+    chosen = partial(block_sparse_attention, *tensors, visited)
+    yield "visits chosen 256 causal", partial(chosen, is_causal=True)
 
 
 def gradients(head_dim: int, mask: Tensor | None = None, **options: Any) -> None:
@@ -302,7 +313,7 @@ def of_batches() -> Cases:
 
 
 def of_choice() -> Cases:
-    """Yield cases of sparse decode, of selecting its tokens, and of finding lengths in a mask."""
+    """Yield cases of sparse decode, of selecting tokens and blocks, and of finding lengths."""
     query, key, value = operands(128, 1, 4096)
     yield "sparse decode 128", partial(sparse_decode, query, key, value, numbers(1, 2, 82))
     yield "choice 128", partial(choose_tokens, query, key, 0.02)
@@ -314,6 +325,17 @@ def of_choice() -> Cases:
     yield "paged sparse decode", partial(paged_sparse_decode, query, *cache, numbers(4, 2, 82))
     key, _, table, lengths = cache
     yield "paged choice", partial(choose_paged_tokens, query, key, table, lengths, 0.02)
+    tensors = operands(128, 9216, 9216)
+    yield "choice of blocks 128", partial(choose_blocks, *tensors, BlockPolicy(keep=0.5))
+    mass = BlockPolicy(mass=0.9)
+    yield "choice of mass 128 causal", partial(choose_blocks, *tensors, mass, is_causal=True)
+    for dim in (64, 128):
+        tensors = operands(dim, 9216, 9216)
+        rows, keys = block_sizes(*tensors)
+        visited = empty_lists((1, 8, -(-9216 // rows), -(-9216 // keys)), tensors[0].device)
+        skipping = partial(block_sparse_attention, *tensors, visited, skip=0.01)
+        yield f"skips {dim}", skipping
+        yield f"skips {dim} causal, map", partial(skipping, is_causal=True, return_map=True)
     yield "key ranges", partial(key_ranges, bools(2, 1024))
 
 

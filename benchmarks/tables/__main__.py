@@ -83,8 +83,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention_structure": quoted.attention_structure,
     "devices": quoted.devices,
     "trained_weights": inputs.trained_weights,
+    "sparse_inputs": inputs.sparse_inputs,
     "plan_alternatives": plans.plan_alternatives,
     "tuning_budgets": plans.tuning_budgets,
+    "foretold_drift": plans.foretold_drift,
+    "sparse_tuning": plans.sparse_tuning,
     "features": declared.features,
     "other_gpus": trials.other_gpus,
     "per_pair": partial(speed.per_pair, results.DIRECTORY / "per_pair.csv"),
@@ -92,6 +95,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "invariance": partial(speed.invariance, results.DIRECTORY / "invariance.csv"),
     "precisions": partial(speed.precisions, results.DIRECTORY / "precisions.csv"),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
+    "block_sparse": partial(speed.block_sparse, results.DIRECTORY / "block_sparse.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
 }
 

@@ -9,8 +9,19 @@ from capture.call.attention_variant import FEATURES
 from replay.accuracy.thresholds import Thresholds
 from replay.kernels.registry import catalogue
 from replay.rows.fields import COLUMNS, FIELDS
-from replay.rows.meaning import OVER_CALLS
+from replay.rows.meaning import OverCalls
 from replay.workloads.distributions import DISTRIBUTIONS
+
+OVER_CALLS: dict[OverCalls, str] = {
+    "median": "the median of the calls",
+    "range": "the median of the calls",
+    "lowest": "the worst of the calls",
+    "highest": "the worst of the calls",
+    "pooled": "all rounds of all calls together",
+    "counts": "the number of calls with each verdict",
+    "same": "the same for every call",
+}
+"""Description of each rule for readers of tables."""
 
 ERRORS = ("reference", "captured", "kernel", "noise_floor", "chosen")
 """Sets of errors in a row's `accuracy`."""

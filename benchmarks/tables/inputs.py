@@ -48,6 +48,17 @@ def misleading_inputs() -> str:
     return "\n".join(text)
 
 
+def sparse_inputs() -> str:
+    """List errors of block-sparse attention by model, share of the blocks and kind of values."""
+    rows = results.read(results.DIRECTORY / "sparse_inputs.csv")
+    lines: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        key = f"{row['model']}, {100 * float(row['keep']):.0f} % of the blocks"
+        lines[key].append(f"{float(row['cosine.median']):.3f}, {_error_cell(row)}")
+    headings = ["cosine, relative L1", "recorded", "standard normal", "recorded moments"]
+    return markdown_table(headings, lines) + machine_line(rows)
+
+
 def _error_cell(row: dict[str, str] | None) -> str:
     if row is None:
         return ""

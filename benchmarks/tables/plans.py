@@ -1,10 +1,11 @@
-"""Tables of plans: beside simpler choices with the same error, and tuned within random budgets."""
+"""Tables of plans: beside simpler choices, errors foretold, and tuned within random budgets."""
 
 from __future__ import annotations
 
 import statistics
 
 from benchmarks import results
+from benchmarks.foretold_figures import HEADINGS, figures
 from benchmarks.tables.markdown import machine_line, markdown_table
 
 SHOWN = "0.15"
@@ -59,6 +60,16 @@ def _summary(reduced: list[dict[str, str]], full: list[dict[str, str]]) -> str:
     )
 
 
+def foretold_drift() -> str:
+    """List how well each predictor foretells the errors of random plans."""
+    rows = results.read(results.DIRECTORY / "foretold_drift.csv")
+    devices = dict.fromkeys(f"{row['model']} on {row['device']}" for row in rows)
+    return (
+        markdown_table(["model, predictor", *HEADINGS], figures(rows))
+        + f"\n{', '.join(devices)}.\n"
+    )
+
+
 def tuning_budgets() -> str:
     """Count, for each model and metric, the tuned plans that hold on other prompts."""
     rows = results.read(results.DIRECTORY / "tuning_budgets.csv")
@@ -74,6 +85,38 @@ def tuning_budgets() -> str:
         "plans that hold",
         "attention time saved (mean)",
         "plans judged (median)",
+    ]
+    return markdown_table(headings, lines) + machine_line(rows)
+
+
+def sparse_tuning() -> str:
+    """Compare tuned block-sparse plans with exhaustive search, by the weight of errors."""
+    rows = results.read(results.DIRECTORY / "sparse_tuning.csv")
+    weights = {"measured": "their measured sensitivity", "none": "one (no runs for it)"}
+    lines = {}
+    for weight, name in weights.items():
+        # Several budgets may lead to one plan.
+        plans = {
+            (row["prompt"], row["drift"], row["blocks"]): row
+            for row in rows
+            if row["sensitivities"] == weight
+        }
+        speeds = [float(row["speed"]) for row in plans.values()]
+        drifts = [float(row["drift"]) for row in plans.values()]
+        lines[name] = [
+            str(len(plans)),
+            f"{min(drifts):.2g} to {max(drifts):.2g}",
+            f"{statistics.fmean(speeds):.1%}",
+            f"{min(speeds):.1%}",
+            f"{sum(speed >= 0.95 for speed in speeds)} of {len(speeds)}",
+        ]
+    headings = [
+        "weight of a head's error",
+        "plans",
+        "drift (relative L1)",
+        "speed, mean",
+        "worst",
+        "at least 95 %",
     ]
     return markdown_table(headings, lines) + machine_line(rows)
 

@@ -236,6 +236,28 @@ def invariance(path: Path) -> str:
     return markdown_table(heading, lines) + machine_line(rows)
 
 
+def block_sparse(path: Path) -> str:
+    """List the time of block-sparse attention, and its speed for each block that it visits."""
+    rows = results.read(path)
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        key = f"{row['call']}, {row['policy']}, {row['kernel']}"
+        cells = lines.setdefault(key, [f"{100 * float(row['visited']):.0f} %", *[""] * 6])
+        cells[1] = f"{float(row['dense, ms']):.3g}"
+        place = {"core": 2, "drop-in": 4, "choice": 6}[row["part"]]
+        cells[place] = f"{float(row['ms']):.3g}"
+        if row["part"] == "choice":
+            continue
+        cells[place + 1] = f"{float(row['speed per block']):.2f} ({_range(row)})"
+    headings = ["call, policy, kernel", "visited", "dense, ms", "core, ms", "core, per block"]
+    headings += ["drop-in, ms", "drop-in, per block", "choice, ms"]
+    return markdown_table(headings, lines) + machine_line(rows)
+
+
+def _range(row: dict[str, str]) -> str:
+    return "-".join(f"{float(row[end]):.2f}" if row[end] else "" for end in ("low", "high"))
+
+
 def power_limit() -> str:
     """List the times of kernels that were each measured in three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attention_replay.errors import Error
-from capture.cli.verbs import RECORD, VERBS, moved_flag, with_flags
+from capture.cli.verbs import RECORD, VERBS, with_flags
 from capture.command_line.standard_streams import (
     exit_with,
     give_up_stdout,
@@ -51,8 +51,6 @@ def _parsed(given: list[str]) -> tuple[Any, Any]:
     if verb not in ("record", *VERBS):
         near = difflib.get_close_matches(verb, VERBS, n=1) or VERBS
         parser.error(f"unknown verb {verb!r}: did you mean {' or '.join(near)}?")
-    if verb == "record" and (sentence := moved_flag(rest)):
-        parser.exit(2, f"capture: {printable(sentence)}\n")
     return command, parser.parse_args(rest)
 
 

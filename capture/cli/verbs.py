@@ -19,14 +19,6 @@ VERBS = {
 }
 """Modules of the other verbs. Each verb's module has `parser()` and `run(arguments)`."""
 
-MOVED_FLAGS = {
-    "--show": "show DIR",
-    "--stats": "show DIR --stats",
-    "--verify": "check DIR",
-    "--repair": "repair DIR",
-}
-"""Flags of earlier versions, and the verbs that replaced them."""
-
 
 def new_parser(verb: str, description: str, *, examples: str, usage: str) -> OneSentenceParser:
     """Return a parser that has no options yet, and whose help ends with examples."""
@@ -47,15 +39,6 @@ def add_common_options(parser: OneSentenceParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_version()
     parser.set_defaults(left_behind="")
-
-
-def moved_flag(given: list[str]) -> str:
-    """Return a sentence about the first flag that became a verb; empty if there is none."""
-    for argument in given:
-        flag = argument.partition("=")[0]
-        if flag in MOVED_FLAGS:
-            return f"{flag} became a verb: use `capture {MOVED_FLAGS[flag]}`"
-    return ""
 
 
 def with_flags(message: str) -> str:

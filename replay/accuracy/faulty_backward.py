@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from replay.accuracy.nonfinite import mask_block, visible_keys
 
 TILES = (16, 32, 64, 128)
 """Numbers of keys that kernels load at once."""
@@ -72,17 +73,11 @@ class FaultyBackward:
     @classmethod
     def of(cls, call: AttentionCall, place: Place) -> FaultyBackward:
         assert call.grad_output is not None
-        batch, heads = place.batch, place.heads
-        keys = torch.arange(call.shape.kv_len, device=call.device)
-        first, end = call.key_ranges.of(batch)
-        visible, bias = ((keys >= first[:, None]) & (keys < end[:, None]))[None], None
-        if call.attn_mask is not None:
-            sizes = (*call.query.shape[:3], call.shape.kv_len)
-            mask = call.attn_mask.expand(sizes)[batch, heads]
-            if mask.dtype == torch.bool:
-                visible = visible & mask
-            else:
-                visible, bias = visible & (mask > -math.inf), mask.double()
+        batch, heads, bias = place.batch, place.heads, None
+        rows, keys = slice(0, call.shape.q_len), slice(0, call.shape.kv_len)
+        visible = visible_keys(call, call.key_ranges, batch, heads, rows, keys)
+        if call.attn_mask is not None and call.attn_mask.is_floating_point():
+            bias = mask_block(call.attn_mask, batch, heads, rows, keys).double()
         return cls(
             call.query[batch, heads].double(),
             call.key[batch, place.head].double(),
@@ -98,14 +93,6 @@ class FaultyBackward:
 
     def with_bugs(self, found: Gradients, right: Gradients) -> Hypotheses:
         """Yield the gradients with each bug."""
-        group, heads = self.place.group, self.place.heads
-        of_heads = self.gradients()
-        for number in range(group if group > 1 else 0):
-            text = (
-                f"the sum over a group of {group} query heads is missing: key head "
-                f"{self.place.head} has the gradients of query head {heads.start + number}"
-            )
-            yield text, {name: of_heads[name][number] for name in ("key", "value")}
         if self.query.shape[1] == self.key.shape[0]:
             turned = self.summed(self.gradients(is_transposed=True))
             yield "the scores are transposed once too often", turned

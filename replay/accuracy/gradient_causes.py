@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.faulty_backward import (
@@ -26,6 +27,8 @@ UNEXPLAINED = 0.1
 
 MOST_SCORES = 2**26
 """Most scores of a group of heads that are computed at once; larger calls have no cause."""
+MOST_OF_ALL_HEADS = 8 * MOST_SCORES
+"""Most scores of all heads, for causes that need the gradients of each."""
 
 
 def cause_of(
@@ -60,7 +63,42 @@ def cause_of(
             left = max(_share(name, here, alternative, expected) for name in names)
             if left < best:
                 best, cause = left, text
+    if not cause and "query" not in wrong and group > 1:
+        cause = _of_other_heads(call, place, names, here)
     return cause or _of_blind_rows(backward, here)
+
+
+def _of_other_heads(
+    call: AttentionCall, place: Place, names: Sequence[str], found: Gradients
+) -> str:
+    """Return a sentence if the gradients of a key head are sums over the wrong query heads.
+
+    Least squares find the share of each query head in a sum; a head is in it with a share of 1.
+    """
+    batch, head, group = place
+    if call.shape.q_heads * call.shape.q_len * call.shape.kv_len > MOST_OF_ALL_HEADS:
+        return ""
+    all_heads = [
+        FaultyBackward.of(call, Place(batch, each, group)).gradients()
+        for each in range(call.shape.kv_heads)
+    ]
+    right, alternate = (
+        [*range(call.shape.q_heads)][each]
+        for each in (place.heads, slice(head, None, call.shape.kv_heads))
+    )
+    sentences = []
+    for name in names:
+        parts = torch.cat([each[name] for each in all_heads]).flatten(1)
+        total = found[name].nan_to_num().flatten()
+        shares = torch.linalg.lstsq(parts @ parts.mT, (parts @ total)[:, None]).solution[:, 0]
+        taken = (shares > 0.5).nonzero().flatten().tolist()
+        if (parts[taken].sum(0) - total).norm() > UNEXPLAINED * total.norm():
+            return ""
+        sentence = f"grad_{name} of key head {head} sums query heads {taken} instead of {right}"
+        if taken == alternate:
+            sentence += f", as if query head i had key head i % {call.shape.kv_heads}"
+        sentences.append(sentence)
+    return "; ".join(sentences)
 
 
 def _worst_place(found: Gradients, right: Gradients, names: Sequence[str], group: int) -> Place:
@@ -109,18 +147,19 @@ def _moved(right: Gradients) -> Hypotheses:
                 "value": right["key"],
             },
         )
-    inputs = {name: right[name] for name in INPUTS}
-    yield (
-        "gradients are written as (B, S, H, D), but read as (B, H, S, D)",
-        {name: each.transpose(1, 2).reshape(each.shape) for name, each in inputs.items()},
-    )
-    yield (
-        "gradients are written as (B, H, S, D), but read as (B, S, H, D)",
-        {
-            name: each.reshape(each.shape[0], each.shape[2], each.shape[1], -1).transpose(1, 2)
-            for name, each in inputs.items()
-        },
-    )
+    for written, read in (("(B, S, H, D)", "(B, H, S, D)"), ("(B, H, S, D)", "(B, S, H, D)")):
+        yield (
+            f"gradients are written as {written}, but read as {read}",
+            {name: reread(right[name], read) for name in INPUTS},
+        )
+
+
+def reread(tensor: Tensor, order: str) -> Tensor:
+    """Return a tensor (B, H, S, D) with its memory read as `(B, S, H, D)`, or with that of its
+    transpose read in its own order."""
+    if order == "(B, S, H, D)":
+        return tensor.reshape(tensor.transpose(1, 2).shape).transpose(1, 2)
+    return tensor.transpose(1, 2).reshape(tensor.shape)
 
 
 def _scaled(

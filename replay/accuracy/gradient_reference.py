@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.gradients import DIFFERENTIATED
 from replay.accuracy.reference import WeightBlock, product, weights
 
 
@@ -77,11 +78,7 @@ class _Total:
         self.least = limits.tiny**2
         """Square of the largest rounding error of a number below the smallest normal number, in
         units of half the machine epsilon."""
-        sizes = {
-            "query": call.query.shape,
-            "key": call.key.shape,
-            "value": call.value.shape,
-        }
+        sizes = {name: getattr(call, name).shape for name in DIFFERENTIATED}
         mask = call.attn_mask
         if mask is not None and mask.is_floating_point():
             sizes["attn_mask"] = mask[(None,) * (4 - mask.ndim)].shape
@@ -118,7 +115,7 @@ class _Total:
         self.of_heads["key"][:, keys] += of_key
         self.of_heads["value"][:, keys] += product(found.mT, upper).to(self.sums)
         if "attn_mask" in self.values:
-            self._add_to_mask("attn_mask", self.values, block, of_mask)
+            self._add_to_mask(self.values, block, of_mask)
         if "sinks" in self.values:
             weight = 1 - found.to(self.sums).sum(-1, keepdim=True)
             self.values["sinks"][0, heads, 0, 0] -= (weight * delta).sum((1, 2))
@@ -162,7 +159,7 @@ class _Total:
         of_weights = found.square() + self.least * (found > 0)
         self._add_to_keys("value", block, product(of_weights.mT, upper_lengths))
         if "attn_mask" in self.squares:
-            self._add_to_mask("attn_mask", self.squares, block, own + common)
+            self._add_to_mask(self.squares, block, own + common)
         if "sinks" in self.squares:
             weight = 1 - found.sum(-1, keepdim=True)
             squares = weight.square() * (delta.square() + of_delta)
@@ -196,12 +193,10 @@ class _Total:
         of_kv = squares.squeeze(-1).unflatten(0, (-1, self.group)).sum(1)
         self.squares[name][block.batch, self._kv_heads(block.heads), block.keys] += of_kv
 
-    def _add_to_mask(
-        self, name: str, totals: dict[str, Tensor], block: WeightBlock, values: Tensor
-    ) -> None:
+    def _add_to_mask(self, totals: dict[str, Tensor], block: WeightBlock, values: Tensor) -> None:
         """Add (H, rows, keys) to the mask's gradient or, without its last dimension, squares."""
-        total = totals[name]
-        sizes = self.values[name].shape
+        total = totals["attn_mask"]
+        sizes = self.values["attn_mask"].shape
         if totals is self.squares:
             values, total = values.sum(-1, keepdim=True), total[..., None]
         places = (slice(block.batch, block.batch + 1), block.heads, block.rows, block.keys)

@@ -25,6 +25,7 @@ from replay.accuracy.reference import reference_dtype
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.tolerance import tolerance_of_gradient
 from replay.accuracy.verdict import Expected, OutputVerdict, judge
+from replay.rows.errors_of_output import AccuracyClass
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def judge_gradients(
     if found is None:
         recorded = {name: getattr(call, GRADIENTS[name]) for name in GRADIENTS if name != "output"}
         found = {name: each for name, each in recorded.items() if each is not None}
-    return _judged(call, found, expected, thresholds)
+    return verdict_of(call, found, expected, thresholds)
 
 
 def _of_runs(
@@ -169,11 +170,11 @@ def _of_runs(
     first, *others = runs
     unsteady = {name for name in first for other in others if not _same(first[name], other[name])}
     earlier = earlier_call(call)
-    judged = [
-        _judged(call, run, expected, thresholds, earlier)
+    verdicts = [
+        verdict_of(call, run, expected, thresholds, earlier=earlier)
         for run in (runs if unsteady else runs[:1])
     ]
-    worst = max(judged, key=lambda verdict: len(verdict.wrong))
+    worst = max(verdicts, key=lambda verdict: len(verdict.wrong))
     names = tuple(GRADIENTS[name] for name in first if name in unsteady)
     cause = worst.cause
     if not cause and set(names) & set(worst.wrong):
@@ -186,13 +187,19 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _judged(
+def verdict_of(
     call: AttentionCall,
     found: Mapping[str, Tensor],
     expected: Mapping[str, Expected],
     thresholds: Thresholds,
+    accuracy_class: AccuracyClass = "exact",
     earlier: AttentionCall | None = None,
 ) -> GradientVerdict:
+    """Judge gradients by the name of their tensor, and find the cause of the wrong ones.
+
+    Args:
+        earlier: call with other keys that the kernel ran before, if there was one.
+    """
     if not found or (unknown := sorted(found.keys() - expected.keys())):
         raise GradientError(
             f"no gradients to judge: name some of {', '.join(expected)}"
@@ -203,7 +210,7 @@ def _judged(
     for name in (name for name in expected if name in found):
         values = found[name][:, None, None] if name == "sinks" else found[name]
         given[name] = values[(None,) * (4 - values.ndim)]
-        verdict = judge(given[name], expected[name], "exact", thresholds)
+        verdict = judge(given[name], expected[name], accuracy_class, thresholds)
         if name in ("key", "value"):  # their rows are keys
             verdict = replace(verdict, sentence=verdict.sentence.replace(", query ", ", key "))
         verdicts[name] = verdict

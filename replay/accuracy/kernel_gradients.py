@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from replay.kernels.registry import find
 
 RUNS = 3
 """Number of runs on the same call, whose gradients should have the same bits."""
+
+NO_BACKWARD = "has no backward"
+"""Reason why a kernel is not differentiated."""
 
 KernelFunction = Callable[..., Tensor]
 """Function with SDPA's arguments, such as a kernel's `attention`."""
@@ -31,6 +35,35 @@ def earlier_call(call: AttentionCall) -> AttentionCall:
     A kernel that keeps keys of an earlier call then uses the wrong ones.
     """
     return replace(call, key=call.key.flip(2))
+
+
+def differentiated(
+    attention: KernelFunction,
+    arguments: Mapping[str, Any],
+    names: Iterable[str],
+    grad_output: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run a kernel forward and backward.
+
+    Args:
+        names: arguments whose gradients are returned.
+        grad_output: (B, Hq, Sq, Dv).
+
+    Returns:
+        The output, and copies of the gradients by name, without those of arguments that have no
+        effect on the output.
+
+    Raises:
+        NotImplementedError: the kernel has no backward pass, or refuses the call.
+    """
+    leaves = {name: arguments[name].detach().requires_grad_() for name in names}
+    with torch.enable_grad():
+        output = attention(**{**arguments, **leaves})
+    if not output.requires_grad:
+        raise NotImplementedError(NO_BACKWARD)
+    found = torch.autograd.grad(output, [*leaves.values()], grad_output, allow_unused=True)
+    gradients = zip(leaves, found, strict=True)
+    return output.detach(), {name: each.clone() for name, each in gradients if each is not None}
 
 
 def kernel_gradients(kernel: str | KernelFunction, call: AttentionCall) -> list[dict[str, Tensor]]:
@@ -52,27 +85,16 @@ def kernel_gradients(kernel: str | KernelFunction, call: AttentionCall) -> list[
 
 
 def _once(kernel: KernelFunction, call: AttentionCall) -> dict[str, Tensor]:
-    tensors = call.without_gradients().tensors()
     recorded = [
         name for name in ("attn_mask", "sinks") if getattr(call, GRADIENTS[name]) is not None
     ]
     names = ["query", "key", "value", *recorded]
-    leaves = {name: tensors[name].detach().requires_grad_() for name in names}
     try:
-        with torch.enable_grad():
-            output = kernel(**{**call.arguments(), **leaves})
-        if not output.requires_grad:
-            raise GradientError(
-                "the kernel has no backward pass: its output does not require gradients"
-            )
-        found = torch.autograd.grad(
-            output, list(leaves.values()), call.grad_output, allow_unused=True
-        )
+        _, gradients = differentiated(kernel, call.arguments(), names, call.grad_output)
     except Error:
         raise
     except Exception as error:
         raise GradientError(f"the kernel cannot run this call: {classify(error).reason}") from error
-    gradients = {name: each for name, each in zip(leaves, found, strict=True) if each is not None}
     if missing := ", ".join(name for name in names if name not in gradients):
         raise GradientError(f"the kernel's backward returns no gradient of {missing}")
     return gradients

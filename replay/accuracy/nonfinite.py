@@ -17,6 +17,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
+from capture.call.block_mask import is_block_mask, rows_of
 from capture.call.nonfinite import counted_nonfinite, nonfinite_counts
 
 BLOCK = 2**20
@@ -130,6 +131,11 @@ def visible_keys(
 
 def mask_block(mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice) -> Tensor:
     """Return the part of a mask for these rows and keys; dimensions of size 1 broadcast."""
+    if is_block_mask(mask):
+        queries = torch.arange(rows.start, rows.stop, device=mask.device)
+        mask = mask if mask.shape[0] == 1 else mask[batch : batch + 1]
+        mask = mask if mask.shape[1] == 1 else mask[:, heads]
+        return rows_of(mask, queries, keys.stop)[0, ..., keys.start :]
     mask = mask[(None,) * (4 - mask.ndim)]
     wanted = (slice(batch, batch + 1), heads, rows, keys)
     parts = (

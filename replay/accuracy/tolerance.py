@@ -129,7 +129,10 @@ def tolerance(
     if call.dtype.itemsize >= 4:
         shared = SHARED_NOISE_OF_SUMS
         true = call.without_scales()
-        terms = _terms_of_a_sum(true)
+        # The error of a sum of n rounded terms is √n·u of their size (Higham and Mary 2019, "A new
+        # approach to probabilistic rounding error analysis"). The error of a score is u times the
+        # product of its vectors' norms.
+        terms = math.sqrt(call.shape.kv_len) + _largest_score(true)
         noise *= terms
         rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(true.value) * terms
     noise *= _noise_of_large_scores(call, same_dtype_outputs[0], reference)
@@ -280,16 +283,6 @@ def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_
     limits = torch.finfo(call.dtype)
     smallest = limits.tiny * limits.eps * math.sqrt(v_head_dim)
     return torch.hypot(lengths, spread.to(lengths)) * (limits.eps / 2) + smallest
-
-
-def _terms_of_a_sum(call: AttentionCall) -> float:
-    """Return √Sk + scale · max‖q‖ · max‖k‖: the error of float32 sums in units of u · terms.
-
-    The error of a sum of n rounded terms is √n·u of their size (Higham and Mary 2019, "A new
-    approach to probabilistic rounding error analysis"). The error of a score is u times the product
-    of its vectors' norms.
-    """
-    return math.sqrt(call.shape.kv_len) + _largest_score(call)
 
 
 def _largest_score(call: AttentionCall) -> float:

@@ -44,7 +44,7 @@ class Expected:
         """Compute the right output of a call, or of a call restricted to chosen keys.
 
         Args:
-            chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
+            chosen: as in `replay.accuracy.sparse.restricted`.
 
         Raises:
             ValueError: `chosen` has a wrong dtype or shape.

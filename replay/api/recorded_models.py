@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from capture.storage.capture_record import CaptureRecord
     from capture.storage.dataset import Dataset
     from replay.plan.plan import Plan
+    from replay.sketches.sketch import ErrorSketch
 
 
 class RecordingError(Error):
@@ -40,10 +41,12 @@ class ModelRequest:
     """True to use a plan that was made on another type of GPU."""
     timeout: float = 300.0
     """Seconds after which a model process that gives no sign of life is killed."""
+    sketch: str | None = None
+    """Path of a sketch, from which the drift of every kernel and plan is foretold."""
 
     def check(self) -> None:
-        """Raise Error if the plan or the text cannot be used; imports no torch."""
-        _ = self.words
+        """Raise Error if the plan, the text or the sketch cannot be used."""
+        _ = self.words, self.loaded_sketch
         names = [] if self.loaded_plan is None else self.loaded_plan.code
         for file in [code.rpartition(":")[0] for code in names]:
             if not os.path.isfile(file):
@@ -67,6 +70,19 @@ class ModelRequest:
         from replay.plan.plan import Plan
 
         return None if self.plan is None else Plan.load(self.plan)
+
+    @cached_property
+    def loaded_sketch(self) -> ErrorSketch | None:
+        """The sketch.
+
+        Raises:
+            SketchError: the sketch cannot be read.
+        """
+        if self.sketch is None:
+            return None
+        from replay.sketches.sketch import ErrorSketch
+
+        return ErrorSketch.load(self.sketch)
 
     @property
     def plan_kernels(self) -> str | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Plan
     from replay.rows.row import Speedup
+    from replay.sparsity.kernel import SparseKernel
     from replay.tune.directory import TuningDirectory
     from replay.tune.judged_runs import JudgedRuns
     from replay.tune.quality import Quality
@@ -36,6 +37,7 @@ def tune(
     *,
     prompts: Sequence[Any] | None = None,
     kernels: str | Sequence[str | Kernel] | None = None,
+    sparse: bool = False,
     out: str | os.PathLike[str] = "plan.json",
     max_time: float | None = None,
     rounds: int = ROUNDS,
@@ -70,6 +72,8 @@ def tune(
         prompts: arguments of `run`, at least two; None if it takes none.
         kernels: names and globs of the kernels to choose from; None for the default kernels, "all"
             for every kernel.
+        sparse: True to choose from block-sparse attention too, with a share of the blocks for each
+            layer, head and range of steps.
         out: file of the plan.
         max_time: seconds after which comparing and searching stop; the best plan so far is kept.
             Calls that were not compared are planned like the nearest compared call.
@@ -91,6 +95,7 @@ def tune(
         >>> with use_plan(tuning.plan):
         ...     pipe("a panda playing guitar")
     """
+    from replay.sparsity.kernel import SparseKernel
     from replay.tune.judged_runs import check_arguments
 
     check_arguments(run, prompts)
@@ -99,6 +104,7 @@ def tune(
         quality,
         prompts=prompts,
         kernels=joined_names(kernels),
+        sparse=SparseKernel() if sparse else None,
         out=out,
         max_time=max_time,
         rounds=rounds,
@@ -137,6 +143,7 @@ def tune_runnable(
     prompts: Sequence[Any] | None = None,
     text: str | None = None,
     kernels: str | None = None,
+    sparse: SparseKernel | None = None,
     out: str | os.PathLike[str] = "plan.json",
     max_time: float | None = None,
     rounds: int = ROUNDS,
@@ -145,6 +152,7 @@ def tune_runnable(
     """Tune a runnable (`models.Runnable`); the arguments and the result are those of `tune`.
 
     Args:
+        sparse: block-sparse kernel to choose from too; None for none.
         text: a text that a language model is judged on (`replay.tune.judged_runs`), instead of
             prompts.
     """
@@ -166,11 +174,12 @@ def tune_runnable(
         "model": runnable.name,
         "kernels": kernels,
         "prompts": [*runs.names] or None,
+        "sparse": None if sparse is None else sparse.name,
     }
     files = TuningDirectory(Path(f"{os.fspath(out)}.tuning"), settings)
     with files.held():
         stages = Stages(
-            runs.runnable, budget, files, kernels, rounds, TimeLimit(max_time), quiet, runs
+            runs.runnable, budget, files, kernels, rounds, TimeLimit(max_time), quiet, runs, sparse
         )
         result = stages.result()
         if result.plan is None:
@@ -179,7 +188,8 @@ def tune_runnable(
 
         assert result.speedup is not None
         assert result.quality is not None
-        plan = _with_measured(result.plan, result.speedup, result.quality, runs, files, kernels)
+        choice = kernels, sparse is not None
+        plan = _with_measured(result.plan, result.speedup, result.quality, runs, files, *choice)
         plan.save(Path(out))
         sentence = closing_sentence(
             plan,
@@ -199,6 +209,7 @@ def _with_measured(
     runs: JudgedRuns,
     files: TuningDirectory,
     kernels: str | None,
+    is_sparse: bool,
 ) -> Plan:
     """Return a plan with what the tuning measured."""
     from capture.storage.dataset import Dataset
@@ -218,6 +229,8 @@ def _with_measured(
         len(quality.figures),
         bool(runs.kept),
         speedup,
-        conditions(runs.runnable.roots, census, str(budget), kernels, runs.names),
+        conditions(
+            runs.runnable.roots, census, str(budget), kernels, runs.names, is_sparse=is_sparse
+        ),
     )
     return replace(plan, measured=measured)

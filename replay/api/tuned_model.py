@@ -28,6 +28,7 @@ def tuned(
     *,
     prompts: Sequence[Any] | None = None,
     kernels: str | Sequence[str | Kernel] | None = None,
+    sparse: bool = False,
     directory: str | os.PathLike[str] | None = None,
     max_time: float | None = None,
     rounds: int = ROUNDS,
@@ -52,6 +53,7 @@ def tuned(
         prompts: arguments of `run`, at least two; None if it takes none.
         kernels: names and globs of the kernels to choose from; None for the default kernels, "all"
             for every kernel.
+        sparse: True to choose from block-sparse attention too, as for `tune`.
         directory: directory of the stored plans; None for `attention-replay/plans` in the user's
             cache (`$XDG_CACHE_HOME`, or else `~/.cache`).
         max_time: seconds after which comparing and searching stop; the best plan so far is kept.
@@ -74,6 +76,7 @@ def tuned(
         >>> applied.remove()
     """
     from capture.storage.cache import user_cache
+    from replay.sparsity.kernel import SparseKernel
     from replay.tune.conditions import conditions, digest_of
     from replay.tune.judged_runs import check_arguments, judged_runs
     from replay.tune.quality import parse_quality
@@ -85,7 +88,8 @@ def tuned(
     check_arguments(run, prompts)
     runs = judged_runs(live_runnable(pipe, run, name), prompts, None)
     roots = runs.runnable.roots
-    now = conditions(roots, _census(runs.runnable), budget, names, runs.names)
+    census = _census(runs.runnable)
+    now = conditions(roots, census, budget, names, runs.names, is_sparse=sparse)
     store = user_cache("plans") if directory is None else Path(directory)
     plan, reason = _stored(store, Path(runs.runnable.name).name, now)
     if plan is not None:
@@ -101,6 +105,7 @@ def tuned(
         quality,
         prompts=prompts,
         kernels=names,
+        sparse=SparseKernel() if sparse else None,
         out=path,
         max_time=max_time,
         rounds=rounds,

@@ -4,36 +4,66 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from replay.api.plan_model import exclusive_kernels
 
 if TYPE_CHECKING:
     from capture.storage.capture_record import CaptureRecord
+    from replay.plan.cells import Cell
     from replay.plan.plan import Plan
     from replay.rows.row import Row
+    from replay.sketches.sketch import ErrorSketch
+    from replay.sparsity.candidates import SparseCandidates
     from replay.tune.search import Planner
+
+MOST_PROBES = 48
+"""Largest number of runs that measure the sensitivity of the output to the errors of heads."""
 
 EXACT = 1e-9
 """Smallest limit, as a share of the largest, if the model's own attention has no error."""
 
 
-def planner_of(capture: CaptureRecord, rows: Sequence[Row]) -> tuple[Planner, float, float]:
+def planner_of(
+    capture: CaptureRecord,
+    rows: Sequence[Row],
+    sketch: ErrorSketch | None = None,
+    *,
+    sparse: SparseCandidates | None = None,
+    loss: Callable[[Plan], float] | None = None,
+) -> tuple[Planner, float, float]:
     """Return the planner, and the smallest and largest limit that it is useful for.
 
-    The limit is on the sum of `replay.plan.cells.error_energy` over the calls of a run. Only
+    With a sketch, the limit is on the squared error of the final output that the sketch foretells.
+    Without one, it is on the sum of `replay.plan.cells.error_energy` over the calls of a run. Only
     kernels that are together as exact as the model's own attention are within the smallest limit;
     the fastest kernel of every call is within the largest.
+
+    Args:
+        sparse: block-sparse kernels to choose from besides those of the rows.
+        loss: function that runs the model with a plan, and returns the loss of its output; the
+            errors of heads are then weighted by the sensitivity of the output, if that takes at
+            most `MOST_PROBES` runs. None to run no plan.
     """
     from replay.end_to_end.model_process import OWN
     from replay.plan.choose import WithinTotal
     from replay.plan.plan import Budget
 
     errors = [row.accuracy.reference.relative_l1 for row in rows if row.accuracy]
+    if sparse is not None:
+        errors.append(sparse.largest_error)
     budget = Budget("relative_l1", max(filter(math.isfinite, errors), default=0.0))
-    maker = WithinTotal(rows, capture.census, budget, OWN, exclusive_kernels(rows))
+    make = partial(WithinTotal, rows, capture.census, budget, OWN, exclusive_kernels(rows))
+    energy_at = None if sketch is None else partial(_foretold, sketch)
+    maker = make(energy_at=energy_at, more=sparse)
+    if sparse is not None and loss is not None:
+        from replay.sparsity.measured_sensitivity import number_of_runs, with_sensitivities
+
+        if number_of_runs(sparse, maker) <= MOST_PROBES:
+            sparse = with_sensitivities(sparse, maker, loss)
+            maker = make(more=sparse)
 
     @cache
     def planner(limit: float) -> Plan:
@@ -43,6 +73,25 @@ def planner_of(capture: CaptureRecord, rows: Sequence[Row]) -> tuple[Planner, fl
     assert fastest is not None
     high = fastest.error or EXACT
     return planner, min(max(maker.own_error, EXACT * high), high), high
+
+
+def _foretold(sketch: ErrorSketch, cell: Cell, kernel: str) -> float:
+    """Return the squared error of the final output that a kernel adds at a cell.
+
+    It is unknown, NaN, at cells that the sketch does not have, such as the decoder of latents.
+    """
+    if kernel == cell.baseline:
+        return 0.0
+    places = [
+        at
+        for at, place in enumerate(sketch.places)
+        if (place.module, place.phase) == (cell.module, cell.phase)
+        and (cell.steps is None or cell.steps.first <= place.step <= cell.steps.last)
+        and cell.lengths.low <= place.kv_len <= cell.lengths.high
+    ]
+    if not places or kernel not in sketch.kernels:
+        return math.nan
+    return float(sketch.additive[places, sketch.kernels.index(kernel)].sum())
 
 
 def expected_trials(low: float, high: float) -> int:

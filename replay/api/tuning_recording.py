@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def recorded(
-    runnable: Any, run: Callable[[], object], files: TuningDirectory, *, quiet: bool
+    runnable: Any,
+    run: Callable[[], object],
+    files: TuningDirectory,
+    *,
+    quiet: bool,
+    most: int | None = None,
 ) -> CaptureRecord:
     """Record calls of every layer at some steps, unless the directory holds the recording.
 
@@ -26,6 +31,7 @@ def recorded(
         runnable: the model (`models.Runnable`).
         run: function that runs the model once.
         quiet: True to hide progress, and the disk space that the recording takes.
+        most: largest number of calls of denoising steps; None for no limit.
 
     Raises:
         TuningError: the model makes no attention call or other calls than the recorded ones, or the
@@ -53,7 +59,7 @@ def recorded(
             if not quiet:
                 say(f"going on with the recording, the rows and the judged plans in {files.path}")
             return capture
-    _record(runnable, run, files, counts, quiet)
+    _record(runnable, run, files, counts, quiet, most)
     return Dataset.open(str(files.recording)).captures[0]
 
 
@@ -63,6 +69,7 @@ def _record(
     files: TuningDirectory,
     counts: dict[str, Any],
     quiet: bool,
+    most: int | None,
 ) -> None:
     from rich.console import Console
 
@@ -73,7 +80,7 @@ def _record(
     from replay.tune.recorded_calls import chosen_steps, size
 
     free = shutil.disk_usage(files.path).free
-    steps = chosen_steps(counts, free)
+    steps = chosen_steps(counts, free, most)
     calls, nbytes = size(counts, steps)
     disk = f"about {human_bytes(nbytes)} for {counted(calls, 'call')} in {files.recording}"
     if nbytes > free:

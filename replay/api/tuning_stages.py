@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from capture.errors import described
 from capture.text.counted import counted
 from replay.api.call_choices import RecordedCalls
 from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace
 from replay.api.messages import say
 from replay.api.session import Session
-from replay.api.tuning_planner import expected_trials, planner_of
+from replay.api.tuning_planner import MOST_PROBES, expected_trials, planner_of
 from replay.api.tuning_recording import recorded
+from replay.api.tuning_sparsity import MOST_CALLS, check_device, sparse_candidates
 from replay.api.verify_model import as_json
 from replay.distribution.time_limit import TimeLimit
 from replay.tune.tuning import Tuning
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
     from replay.plan.plan import Plan
     from replay.rows.row import Row
+    from replay.sketches.sketch import ErrorSketch
+    from replay.sparsity.kernel import SparseKernel
     from replay.tune.directory import TuningDirectory
     from replay.tune.judge import Judge
     from replay.tune.judged_runs import JudgedRuns
@@ -46,8 +51,33 @@ THREADS = "OMP_NUM_THREADS"
 WORTH_MORE_TIME = 0.03
 """Least share of the model's time in attention for which a second tuning is suggested."""
 
+SKETCHING = 0.25
+"""Share of the remaining time limit that foretelling errors may take."""
+
+LEAST_PROMPTS = 8
+"""Smallest number of prompts whose sketch chooses plans for other prompts. Plans chosen by the
+sensitivities of four prompts held less often on others than plans chosen by single errors."""
+
+PASS = 2.0
+"""Time of a pass with gradients, in runs."""
+
 COMPARING = 0.5
 """Share of the remaining time limit that comparing kernels may take."""
+
+PROBING = 0.25
+"""Share of the remaining time limit that measuring sensitivities may take."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """Best plan of a tuning, before it is measured."""
+
+    trial: Trial
+    rows: list[Row]
+    """Rows of the recorded calls."""
+    capture: CaptureRecord
+    run_ms: float
+    """Time of a run with the model's own attention."""
 
 
 @dataclass
@@ -62,19 +92,32 @@ class Stages:
     limit: TimeLimit
     quiet: bool
     runs: JudgedRuns
+    sparse: SparseKernel | None = None
+    """Block-sparse kernel to choose from too; None for none."""
     _left_out: str = field(default="", init=False)
     """Description of the calls and kernels that there was no time to compare, and that no compared
     call stands for."""
 
     def result(self) -> Tuning:
         """Run all stages; return the plan, or the reason why there is none."""
+        found = self.best()
+        if isinstance(found, Tuning):
+            return found
+        checks = self._verified(found)
+        return self._concluded(found.trial, found.rows, checks)
+
+    def best(self) -> Best | Tuning:
+        """Run all stages but the last; return the best plan, or the reason why there is none."""
         from replay.tune.compared_calls import with_nearest
 
+        if self.sparse is not None:
+            check_device(self.sparse, self.runnable.roots)
         search, accept = self._judges()
         self._say("running the model twice with its own attention")
         with self._shown(search, 2):
             run_ms = 1000 * search.run_baseline()
-        capture = recorded(self.runnable, self._run_once, self.files, quiet=self.quiet)
+        most = None if self.sparse is None else MOST_CALLS
+        capture = recorded(self.runnable, self._run_once, self.files, quiet=self.quiet, most=most)
         share = capture.attention_share
         if share is not None and share < LEAST_SAVED:
             return Tuning(
@@ -82,19 +125,45 @@ class Stages:
                 f"can save {LEAST_SAVED:.0%} of a run"
             )
         rows = self.compared(capture)
-        entries = self._recorded()
+        entries = self.recorded_calls()
         planned = with_nearest(rows, entries)
         if {entry.path.stem for entry in entries} <= {row.call.name for row in planned}:
             self._left_out = ""
-        planner, low, high = planner_of(capture, planned)
+        planner, low, high = self._planner(capture, planned, entries, search, run_ms)
         ceiling = planner(high).saved_ms / run_ms
         if ceiling < LEAST_SAVED:
             return self._too_little(ceiling, run_ms, rows, share)
         trial = self.chosen(search, accept, planner, low, high)
         if isinstance(trial, str):
             return Tuning(trial, rows=rows)
-        checks = self._verified(capture, rows, trial.plan, run_ms)
-        return self._concluded(trial, rows, checks)
+        return Best(trial, rows, capture, run_ms)
+
+    def _planner(
+        self,
+        capture: CaptureRecord,
+        rows: list[Row],
+        entries: list[FileEntry],
+        search: Judge,
+        run_ms: float,
+    ) -> tuple[Planner, float, float]:
+        """Return the planner and its limits; its plans may have sparse attention too."""
+        if self.sparse is None:
+            return planner_of(capture, rows, self._sketch(search, rows, run_ms))
+        device = self._device(capture)
+        candidates = sparse_candidates(
+            self.sparse, self.files, entries, rows, device, quiet=self.quiet
+        )
+        seconds = MOST_PROBES * search.runs * run_ms / 1000
+        if self.limit.seconds is not None and seconds > PROBING * self._left():
+            return planner_of(capture, rows, sparse=candidates)
+        before = self.files.trials(self.budget, search.fingerprint)
+
+        def loss(plan: Plan) -> float:
+            quality = self._tried(search, before, 0.0, plan).quality
+            return math.nan if quality is None else quality.loss
+
+        with self._shown(search, MOST_PROBES):
+            return planner_of(capture, rows, sparse=candidates, loss=loss)
 
     def _too_little(
         self, ceiling: float, run_ms: float, rows: list[Row], share: float | None
@@ -166,7 +235,9 @@ class Stages:
         request = ReplayRequest(
             RecordedCalls(str(self.files.recording)),
             self.kernels,
-            MeasureChoice(rounds=rounds_of_a_call(self._recorded(), self.rounds), for_model=True),
+            MeasureChoice(
+                rounds=rounds_of_a_call(self.recorded_calls(), self.rounds), for_model=True
+            ),
             RunPlace(device=self._device(capture)),
             left,
             resume=self.files.rows,
@@ -184,7 +255,45 @@ class Stages:
         # Plans made here may run code, but a resumed file may name code that the user did not.
         return Rows(row for row in outcome.rows if ".py:" not in row.kernel or row.kernel in named)
 
-    def _recorded(self) -> list[FileEntry]:
+    def _sketch(self, search: Judge, rows: list[Row], run_ms: float) -> ErrorSketch | None:
+        """Return the sketch of the compared kernels; None if there is no time or no gradient.
+
+        It also needs enough prompts, unless the plan is judged on the run that it is tuned on. The
+        directory keeps it, by the outputs of the model's own attention.
+        """
+        if self.runs.kept and len(self.runs.searched) < LEAST_PROMPTS:
+            return None
+        import torch
+
+        from replay.kernels.registry import find
+        from replay.sketches.gradients_on import GradientError
+        from replay.sketches.make_sketch import PROMPTS, RUNS, make_sketch
+        from replay.sketches.sketch import ErrorSketch
+
+        names = [*dict.fromkeys(row.kernel for row in rows if row.status == "ok")]
+        path = self.files.sketch(search.fingerprint)
+        if path.exists() and (before := ErrorSketch.load(path)).kernels == names:
+            return before
+        runs = self.runs.searched[:PROMPTS]
+        seconds = RUNS * run_ms / 1000 * PASS
+        if self.limit.seconds is not None and seconds > SKETCHING * self._left():
+            return None
+        self._say(f"foretelling the output's error with any plan from {RUNS} passes")
+        try:
+            sketch = make_sketch(
+                self.runnable.roots,
+                runs,
+                [find(name) for name in names],
+                model=self.runnable.name,
+                pipeline=self.runnable.pipeline,
+            )
+            sketch.save(path)
+            return sketch
+        except (GradientError, torch.OutOfMemoryError) as error:
+            self._say(f"plans are ranked by the errors of single calls: {described(error)}")
+            return None
+
+    def recorded_calls(self) -> list[FileEntry]:
         from capture.storage.dataset import Dataset
 
         return Dataset.open(str(self.files.recording)).entries
@@ -248,9 +357,7 @@ class Stages:
         self.files.add(trial, self.budget.metric, judge.fingerprint)
         return trial
 
-    def _verified(
-        self, capture: CaptureRecord, rows: list[Row], plan: Plan, run_ms: float
-    ) -> list[ModelResult]:
+    def _verified(self, best: Best) -> list[ModelResult]:
         """Measure a plan beside the model's own attention; return the results of both."""
         from replay.end_to_end.live_model import LiveModel
         from replay.end_to_end.model_check import affordable_rounds, check, own_kernel_of
@@ -259,19 +366,20 @@ class Stages:
         from replay.report.progress import shown_runs
         from replay.rows.row import KernelId
 
+        plan = best.trial.plan
         plan.save(self.files.plan)
         name = self.files.path.stem
         live = replace(self.runnable, run=self._run_once, outputs=_Named)
         pace = RunPace()
         with shown_runs(pace, "measuring the plan", quiet=self.quiet):
             checks = check(
-                capture,
-                rows,
+                best.capture,
+                best.rows,
                 [Variant(name, plan=self.files.plan, trust_code=True)],
                 LiveModel(live, pace),
-                rounds=affordable_rounds(run_ms / 1000),
+                rounds=affordable_rounds(best.run_ms / 1000),
                 kernel_at={name: lambda *where: KernelId(plan.kernel_at(*where))},
-                own_kernel=own_kernel_of(rows),
+                own_kernel=own_kernel_of(best.rows),
             )
         text = "".join(json.dumps(as_json(each)) + "\n" for each in checks)
         with self.files.opened(self.files.checks, "w") as file:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from replay.end_to_end.run_pace import RunPace
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Plan
-    from replay.rows.row import KernelId, Row
+    from replay.rows.row import Row
+    from replay.sketches.sketch import ErrorSketch
     from replay.workers.execution import Assignment
 
 
@@ -53,6 +53,7 @@ def verify(
     env: Mapping[str, str] | Sequence[str] | None = None,
     timeout: float = 300.0,
     save_output: str | os.PathLike[str] | None = None,
+    sketch: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> list[ModelResult]:
@@ -72,6 +73,8 @@ def verify(
         env: interpreters of other Python environments, by name.
         timeout: seconds after which a process that gives no sign of life is killed.
         save_output: directory for the outputs of the kernels and the model.
+        sketch: path of a sketch that `foretell` made of this model, from which the drift of the
+            kernels and the plan is foretold beside the measured one.
         progress: False to hide progress and hints on stderr.
         **options: options of `replay`, for measuring.
 
@@ -97,6 +100,7 @@ def verify(
         trust_code,
         any_device,
         timeout,
+        None if sketch is None else os.fspath(sketch),
     )
     request.check()
     where = device_of(device)
@@ -216,6 +220,8 @@ class _Work(NamedTuple):
     failed: list[ModelResult]
     """Results of the kernels that failed in the replay."""
     kernel_at: dict[str, KernelAt]
+    plans: dict[str, Plan]
+    """The plan by the name of its variant, if there is one."""
 
 
 def _work(
@@ -226,16 +232,20 @@ def _work(
     pythons: Mapping[str, str],
 ) -> _Work:
     from replay.end_to_end.model_process import Variant
+    from replay.rows.row import KernelId
 
     rows = [row for row in rows if row.call.model == capture.model]
     groups, failed = _variants(rows, assigned, pythons, capture)
     request = models.request
     kernel_at: dict[str, KernelAt] = {}
+    plans: dict[str, Plan] = {}
     if request.plan is not None and models.plan and models.plan.model == capture.model:
         path = Path(request.plan)
         groups[0].append(Variant(path.name, plan=path, trust_code=request.trust_code))
-        kernel_at[path.name] = partial(_planned, models.plan)
-    return _Work(capture, rows, groups, failed, kernel_at)
+        planned = models.plan.kernel_at
+        kernel_at[path.name] = lambda *place: KernelId(planned(*place))
+        plans[path.name] = models.plan
+    return _Work(capture, rows, groups, failed, kernel_at, plans)
 
 
 def _checks(
@@ -271,13 +281,23 @@ def _checks(
         pace.close_process()
         # Each process runs the baseline too; keep only the first baseline's result.
         found += checks[1:] if found else checks
+    if request.loaded_sketch is not None:
+        _foretell(request.loaded_sketch, found[1:], work)
     return [*found, *work.failed]
 
 
-def _planned(plan: Plan, module: str, phase: str, kv_len: int, step: int) -> KernelId:
-    from replay.rows.row import KernelId
+def _foretell(sketch: ErrorSketch, checks: Sequence[ModelResult], work: _Work) -> None:
+    """Add the foretold drift to the checks of kernels that the sketch has, and of the plan."""
+    from replay.sketches.worst_places import foretold_drift
 
-    return KernelId(plan.kernel_at(module, phase, kv_len, step))
+    if sketch.model != work.capture.model:
+        say(f"the sketch is of {sketch.model}, so no drift of {work.capture.model} is foretold")
+        return
+    for checked in checks:
+        if checked.kernel in work.plans:
+            checked.foretold = foretold_drift(sketch, work.plans[checked.kernel])
+        elif checked.kernel in sketch.kernels:
+            checked.foretold = foretold_drift(sketch, lambda *place, name=checked.kernel: name)
 
 
 def _variants(

@@ -28,7 +28,9 @@ def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
 
     def fits(chosen: list[Spec]) -> bool:
         needed = max(_bytes_needed(spec) for spec in chosen)
-        seconds = sum(_flops(spec) for spec in chosen) * (5 + 10 * kernels) / rate if rate else 0.0
+        # All query-key pairs count, because most kernels compute masked ones too.
+        work = sum(flops.flops(spec.without_values()) for spec in chosen) * (5 + 10 * kernels)
+        seconds = work / rate if rate else 0.0
         return needed <= memory and seconds <= PATIENCE_SECONDS
 
     if fits(specs):
@@ -51,8 +53,3 @@ def _bytes_needed(spec: Spec) -> int:
     moved = flops.bytes_moved(spec.without_values()) + mask_rows * spec.kv_len
     output_elements = spec.batch * spec.q_heads * spec.q_len * spec.v_head_dim
     return 3 * moved + output_elements * 8 * 2 + 2**30
-
-
-def _flops(spec: Spec) -> int:
-    """Count the operations of all query-key pairs, because most kernels compute masked ones too."""
-    return flops.flops(spec.without_values())

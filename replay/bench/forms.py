@@ -13,7 +13,7 @@ import torch
 from capture.call.attention_call import AttentionCall
 from capture.call.mask_structure import MaskStructure, structure_of
 from replay.accuracy.gradient_verdict import why_not_judged
-from replay.bench.training_step import NO_BACKWARD
+from replay.accuracy.kernel_gradients import NO_BACKWARD
 from replay.kernels.failures import Finding, classify
 from replay.kernels.registry import Kernel
 

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.gradients import GRADIENTS
+from capture.call.gradients import DIFFERENTIATED, GRADIENTS
+from replay.accuracy.kernel_gradients import differentiated
 from replay.bench.resources import with_peak_bytes
 from replay.bench.stages import CheckedKernel
-from replay.bench.training_step import NoBackward, TrainingStep
-from replay.isolation.inputs import Inputs
+from replay.bench.training_step import TrainingStep
+from replay.isolation.inputs import Inputs, aliases
 from replay.isolation.judge import OutputJudge
 from replay.isolation.output_form import malformed
-from replay.kernels.failures import Finding
+from replay.kernels.failures import Finding, classify
 
 
-def differentiated(
+def with_gradients(
     checked: CheckedKernel,
     recorded: AttentionCall,
     inputs: Inputs,
@@ -42,18 +43,21 @@ def differentiated(
         row answers for a training step.
     """
     kernel = checked.kernel
-    step = TrainingStep(kernel.attention, checked.call)
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        arguments, upper = aliases(checked.call), checked.call.grad_output
+        return differentiated(kernel.attention, arguments, DIFFERENTIATED, upper)
+
     inputs.poison(recorded)
     alive()
     try:
-        output, gradients = step.differentiated()
-    except NoBackward as error:
-        return CheckedKernel(kernel, checked.call, Finding("unsupported", str(error)))
+        output, gradients = run()
+    except NotImplementedError as error:
+        return CheckedKernel(kernel, checked.call, classify(error))
     if changed := inputs.restore(checked.call):
         # Later runs must not reach the other kernels' inputs.
         own, names = checked.call.to(device), (*checked.changed_inputs, *changed)
         checked = replace(checked, call=own, changed_inputs=tuple(dict.fromkeys(names)))
-        step = TrainingStep(kernel.attention, own)
     if wrong := malformed(output, recorded):
         return replace(checked, finding=Finding("error", f"when gradients are needed, {wrong}"))
     beside = judge.judge(kernel.name, kernel.accuracy_class, output, None, with_accuracy=False)
@@ -64,9 +68,10 @@ def differentiated(
     if judged.finding.status == "unsupported":
         return CheckedKernel(kernel, checked.call, judged.finding)
     alive()
-    _, peak_bytes = with_peak_bytes(step.both, device)
+    step = TrainingStep(kernel.attention, checked.call)
+    _, peak_bytes = with_peak_bytes(step.backward, device)
     inputs.restore(checked.call)
-    again = step.differentiated().gradients
+    _, again = run()
     inputs.restore(checked.call)
     flag = _difference(gradients, again)
     return replace(

@@ -21,7 +21,7 @@ from torch import Tensor
 from attention_replay.errors import Error
 from replay.bench.confirmation import MOST_BLOCKS, Blocks
 from replay.bench.forms import Forms
-from replay.bench.gradient_check import differentiated
+from replay.bench.gradient_check import with_gradients
 from replay.bench.resources import launched_programs, with_peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel, ConfirmedKernel, TimedKernel
@@ -103,7 +103,7 @@ class Checker:
             checked = self._judged(checked, output)
             checked = self._called_again(checked, output, alive)
             if self._settings.backward and checked.finding.status in ("ok", "not-timed"):
-                checked = differentiated(
+                checked = with_gradients(
                     checked, self._call, self._inputs, self._judge, self._settings.device, alive
                 )
             if self._settings.resources:
@@ -299,7 +299,10 @@ class Checker:
         for other in unlike if checked.finding.status == "ok" else ():
             judged = self._judged(checked, other)
             if judged.finding.status == "inaccurate":
-                return replace(judged, finding=_wrong_again(judged.finding.reason))
+                reason = (
+                    f"right on its first call, wrong when called again: {judged.finding.reason}"
+                )
+                return replace(judged, finding=Finding("inaccurate", reason))
         return checked
 
     def _failure(self, error: BaseException) -> Finding:
@@ -388,10 +391,6 @@ def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[ob
     if options.in_worker:
         return contextlib.nullcontext()
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def _wrong_again(sentence: str) -> Finding:
-    return Finding("inaccurate", f"right on its first call, wrong when called again: {sentence}")
 
 
 def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:

@@ -321,11 +321,11 @@ def time_together(
         if not member.ran or member.is_interpreted:
             continue
         functions[TimedPart(name)] = member.run
-        if member.is_differentiated:
-            step = TrainingStep(member.kernel.attention, member.call)
-            observer.prepare[TimedPart(name, "backward")] = step.prepare
-            functions[TimedPart(name, "backward")] = step.backward
-            functions[TimedPart(name, "both")] = step.both
+        if member.gradients is not None:
+            steps = [TrainingStep(member.kernel.attention, member.call) for _ in range(2)]
+            observer.prepare[TimedPart(name, "backward")] = steps[0].prepare
+            functions[TimedPart(name, "backward")] = steps[0].backward
+            functions[TimedPart(name, "both")] = steps[1].backward
         if member.kernel.prepare is not None:
             report(name)
             # Prepare the core outside the timed interval: core time excludes the preparation.

@@ -72,7 +72,7 @@ class Settings:
             raise SettingsError(f"cache must be cold or warm, not {self.cache!r}")
         if device.type == "cpu" and self.cache == "cold":
             raise SettingsError("a cold cache requires a GPU: give cache='warm'")
-        if not (_is_number(self.max_seconds) and 0 < self.max_seconds < math.inf):
+        if not (type(self.max_seconds) in (int, float) and 0 < self.max_seconds < math.inf):
             raise SettingsError(
                 f"max_seconds must be a number greater than 0, not {self.max_seconds!r}"
             )
@@ -103,10 +103,6 @@ class Settings:
         return cls(
             **{**data, "device": device, "save_output": save_output, "tolerances": tolerances}
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from replay.bench.confirmation import is_limited, unconfirmed, without_doubt
 from replay.rows.row import Row, SpeedupOver
 from replay.timing.statistics import process_factor, speedup_between, summarize
 
-OWN_CLAIM = "only its own process measured its backward"
+OWN_CLAIM = "backward not confirmed: only its own process timed it"
 """Flag of a user's kernel with times of a backward pass."""
 
 

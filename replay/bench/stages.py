@@ -74,11 +74,6 @@ class CheckedKernel:
         return self.kernel.library == "triton" and is_interpreted()
 
     @property
-    def is_differentiated(self) -> bool:
-        """True if the kernel returned gradients that could be judged."""
-        return self.gradients is not None
-
-    @property
     def run(self) -> Callable[[], Tensor]:
         """Function that calls the kernel as a model would."""
         return drop_in(self.kernel.attention, self.call)

@@ -24,7 +24,7 @@ other verbs, each with its own --help:
   doctor · reproduce · agree    why a kernel is wrong · the smallest such call · batch invariance
   report · cache-formats        an HTML page or charts of a run · which layers bear an 8-bit cache
   explain · kernels · selftest  why a model gains little · which kernels run here · machine's check
-  watch · profile               replay whenever a file changes · one kernel under Nsight Compute
+  watch · profile · foretell    replay a changed file · under Nsight Compute · any plan's drift
 """
 
 

@@ -130,8 +130,6 @@ def _record(arguments: argparse.Namespace, device: str | None) -> None:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    from replay.rows.row_files import plain
-
     RecordedCalls(arguments.dir, arguments.call).check()
     try:
         with reserved_stdout():
@@ -148,7 +146,7 @@ def _examine(arguments: argparse.Namespace) -> int:
             )
     except ExaminationInterrupted as interrupted:
         raise KeyboardInterrupt(_interruption(interrupted, arguments.json)) from None
-    write_and_print(arguments.json, plain([one.to_json() for one in found.found]), found)
+    write_and_print(arguments.json, [one.to_json() for one in found.found], found)
     for sentence in found.left_out:
         say(sentence)
     if found.wrong or found.unreadable:

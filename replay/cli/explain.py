@@ -17,6 +17,7 @@ from replay.api.write_report import stored_checks
 from replay.cli.files import UsageError
 from replay.cli.shared_options import VerbParser
 from replay.report.explanation import SPANS, explanation
+from replay.report.foretold import quality_paragraph
 
 
 def parser() -> VerbParser:
@@ -24,7 +25,8 @@ def parser() -> VerbParser:
     command = VerbParser(
         "explain",
         "Explain in a paragraph why a kernel that is fast alone is slow in a model: what its\n"
-        "speed would gain, and where that gain is lost.",
+        "speed would gain, and where that gain is lost; after `verify --sketch`, also where\n"
+        "the drift comes from.",
     )
     command.add_argument(
         "checks", type=Path, metavar="FILE", help="file that `replay verify --checks FILE` wrote"
@@ -66,4 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if number:
             console.print()
         console.print(Text(printable(explanation(check, arguments.phase))))
+        if check.foretold is not None:
+            console.print()
+            console.print(Text(printable(quality_paragraph(check.kernel, check.foretold))))
     return 0

@@ -26,13 +26,12 @@ from capture.command_line.standard_streams import (
 )
 from capture.command_line.verbosity import narrated
 from replay.api.messages import say, speaking_as
-from replay.cli.moved_flags import where_it_moved
 from replay.cli.termination import interrupted_by_sigterm
 
 NAMES = (
-    *("agree", "cache-formats", "compare", "devices", "doctor", "explain", "export", "history"),
-    *("kernels", "plan", "profile", "random", "report", "reproduce", "selftest", "suite", "tune"),
-    *("verify", "watch"),
+    *("agree", "cache-formats", "compare", "devices", "doctor", "explain", "export", "foretell"),
+    *("history", "kernels", "plan", "profile", "random", "report", "reproduce", "selftest"),
+    *("suite", "tune", "verify", "watch"),
 )
 VERBS = {name: f"replay.cli.{name.replace('-', '_')}" for name in NAMES}
 """Module of each verb: `parser()` returns the verb's parser, `run(arguments)` the exit code."""
@@ -73,9 +72,9 @@ def _run(given: list[str]) -> int:
     verb = "" if given[0].startswith("-") else given[0]
     if verb and verb not in VERBS:
         raise Error(_unknown(verb))
-    if not verb and (sentence := where_it_moved(given)):
-        raise Error(sentence)
     module = importlib.import_module(VERBS[verb] if verb else DEFAULT)
+    if not verb and (sentence := _of_a_verb(given, module.parser())):
+        raise Error(sentence)
     options = given[1:] if verb else given
     parser = module.parser
     if verb in WITH_SHAPE and options[:1] == ["random"]:
@@ -84,6 +83,19 @@ def _run(given: list[str]) -> int:
     with narrated(arguments.verbose):
         code: int = module.run(arguments)
     return code
+
+
+def _of_a_verb(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return a sentence about the first option that only verbs have; empty without one."""
+    flags = (each.partition("=")[0] for each in given)
+    for flag in flags:
+        if flag.startswith("--") and flag not in parser._option_string_actions:
+            parsers = {each: importlib.import_module(VERBS[each]).parser() for each in VERBS}
+            verbs = [name for name, each in parsers.items() if flag in each._option_string_actions]
+            if flag[2:] in VERBS or verbs:
+                names = " or ".join(f"`replay {each}`" for each in verbs or [flag[2:]])
+                return f"unknown option {flag}: use {names}"
+    return ""
 
 
 def _unknown(verb: str) -> str:

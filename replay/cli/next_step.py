@@ -10,8 +10,8 @@ from typing import Any
 from attention_replay.errors import Error
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.joined_calls import is_part
 from replay.api.plan_model import BUDGET
+from replay.api.recorded_models import whole_captures
 from replay.cli.shared_options import OPTIONS, SHAPE, VALUES
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
@@ -36,6 +36,7 @@ def next_step(
     measured: Speedup | None = None,
     *,
     is_faster: bool = True,
+    wrong: Sequence[str] = (),
 ) -> str:
     """Return one line that suggests the next step; empty if there is nothing to suggest.
 
@@ -44,14 +45,26 @@ def next_step(
         dataset: replayed recording; None if the calls were not recorded.
         measured: speed-up of the whole model with the plan of `--plan`.
         is_faster: False if `replay verify` measured no faster run of the model.
+        wrong: kernels with which `replay verify` trained wrongly.
     """
     given, verb = vars(arguments), arguments.verb
     rows = [row for row in rows if row.kernel]  # omit rows of unreadable calls
     if not rows:
         return ""
-    if given.get("backward"):  # the doctor, plans and checks of a model are about inference
+    found, captures = matrix(rows), _whole_captures(dataset)
+    of_others = [flag for flag in OF_RECORDING if flag != "--kernels"]
+    if given.get("backward"):  # the doctor and plans are about inference
+        is_trained = any(row.call.grad_output == "recorded" for row in rows)
+        can_train = is_trained and _can_be_rebuilt(arguments, captures, trusted=True)
+        if verb == "" and can_train and (names := _gaining(found)):
+            further = ["--backward", "--trust-code", "--kernels", ",".join(names)]
+            check = _command(arguments, "verify", *further, flags=of_others)
+            return f"see what a training step gains: {check}"
         return _charts(arguments)
-    found = matrix(rows)
+    if wrong:
+        further = ["--backward", "--kernels", ",".join(wrong)]
+        examine = _command(arguments, "", *further, flags=of_others)
+        return f"find out which gradients are wrong, and why: {examine}"
     baselines = {kind.baseline for kind in found.kinds}
     compared = [kernel for kernel in found.kernels if kernel.name not in baselines]
     wrong = [kernel.name for kernel in compared or found.kernels if _is_wrong(found, kernel)]
@@ -80,18 +93,17 @@ def next_step(
     if verb == "" and not gaining:
         is_busy = any(cell.reason == BUSY for cell in found.cells.values())
         return "run this again when the machine is less busy" if is_busy else ""
-    captures = _whole_captures(dataset)
     if plan is not None and not plan.kernels:
         return f"{arguments.out} changes nothing: no kernel is faster within {plan.limits}"
-    if verb != "verify" and _can_be_rebuilt(arguments, captures):
+    trusted = given.get("trust_code", False)
+    if verb != "verify" and _can_be_rebuilt(arguments, captures, trusted=trusted):
         if plan is not None:
             kept = ["--rows", arguments.json] if arguments.json else []
             further = ["--plan", arguments.out, *kept]
             measure = _command(arguments, "verify", *further, flags=OF_RECORDING)
             return f"measure the plan in the model: {measure}"
         if verb == "":
-            others = [flag for flag in OF_RECORDING if flag != "--kernels"]
-            check = _command(arguments, "verify", "--kernels", ",".join(gaining), flags=others)
+            check = _command(arguments, "verify", "--kernels", ",".join(gaining), flags=of_others)
             return f"see what the whole model gains: {check}"
     if path := given.get("plan") or given.get("out"):
         used = Plan.load(path)
@@ -101,7 +113,7 @@ def next_step(
             return f"do not use {path}: the model is slower with it ({measured.ratio:.2f}×)"
         trusted = ", trust_code=True" if used.code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
-    if is_faster and len(captures) == 1 and captures[0].census.get("rows"):
+    if is_faster and len(captures) == 1:
         further = ["--out", "plan.json", "--budget", BUDGET]
         choose = _command(arguments, "plan", *further, flags=OF_RECORDING)
         return f"choose the fastest kernel for each layer: {choose}"
@@ -162,19 +174,21 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _can_be_rebuilt(arguments: argparse.Namespace, captures: Sequence[CaptureRecord]) -> bool:
+def _can_be_rebuilt(
+    arguments: argparse.Namespace, captures: Sequence[CaptureRecord], *, trusted: bool
+) -> bool:
     """Return True if `replay verify` can run every model of the recording."""
-    trusted = vars(arguments).get("trust_code", False)
     try:
         for capture in captures:
             load_arguments(capture, arguments.device or "", trust_code=trusted)
     except Error:
         return False
-    return bool(captures) and all(capture.census.get("rows") for capture in captures)
+    return bool(captures)
 
 
 def _whole_captures(dataset: Dataset | None) -> list[CaptureRecord]:
-    """Return the captures; an empty list if any recorded call is only a part of a model's call."""
-    if dataset is None or any(is_part(entry.origin) for entry in dataset.entries):
+    """Return the captures; an empty list if they do not count a model's whole calls."""
+    try:
+        return whole_captures(dataset, "")
+    except Error:
         return []
-    return [] if any(capture.heads for capture in dataset.captures) else dataset.captures

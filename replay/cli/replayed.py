@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from capture.text.printable import printable
 from replay.api.call_choices import CallChoice
@@ -34,7 +34,7 @@ from replay.cli.files import (
 from replay.cli.report import check_report, write
 from replay.cli.requests import metrics_of, request_of
 from replay.cli.stdout import reserved_stdout
-from replay.rows.row import INTERRUPTED_BLOCKS, Speedup
+from replay.rows.row import INTERRUPTED_BLOCKS
 from replay.rows.row_files import save_jsonl, write_jsonl
 
 if TYPE_CHECKING:
@@ -96,18 +96,17 @@ def print_next_step(
     arguments: argparse.Namespace,
     replay: Replayed,
     plan: Plan | None = None,
-    measured: Speedup | None = None,
-    *,
-    is_faster: bool = True,
+    **in_model: Any,
 ) -> None:
-    """Print the next step, unless hints are off, a file is missing, or stdout carries a file."""
+    """Print the next step, unless hints are off, a file is missing, or stdout carries a file.
+
+    Args:
+        in_model: results of `replay verify` for `next_step`.
+    """
     if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
         from replay.cli.next_step import next_step
 
-        found = next_step(
-            arguments, replay.rows, plan, replay.dataset, measured, is_faster=is_faster
-        )
-        if found:
+        if found := next_step(arguments, replay.rows, plan, replay.dataset, **in_model):
             # Do not wrap the line, because a command with line breaks cannot be pasted.
             print(f"next: {printable(found)}", file=sys.stderr)
     logger.info("all is printed")
@@ -151,7 +150,7 @@ def replayed(
             session.machines,
             session.settings,
             metrics,
-            details=any(map(given.get, FOR_TABLES)),
+            details="metric" in given and any(map(given.get, FOR_TABLES)),
             per_call=given.get("per_call", False),
             versus_random=given.get("versus_random", False),
         )
@@ -181,9 +180,9 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
         say(f"{row.reason}; {rest}")
     failed = {f"{row.id} ({row.status})" for row in rows if row.status not in HARMLESS}
     failed |= {
-        f"{checked.kernel} in {checked.model} ({checked.status})"
+        f"{checked.kernel} in {checked.model} ({'wrong' if checked.wrong else checked.status})"
         for checked in checks
-        if checked.status != "ok"
+        if checked.status != "ok" or checked.wrong
     }
     if check and failed:
         say(f"failed: {', '.join(sorted(failed))}")

@@ -182,6 +182,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--rows": _text(
         "FILE", "rows that `replay plan --json` or `verify --json` wrote (default: measure them)"
     ),
+    "--plan": _text("FILE", "also run the model with this plan"),
+    "--prompts": _text(
+        "FILE", "two or more prompts, one a line; half of them are kept for acceptance"
+    ),
     "--text": _text("FILE", "text to judge a language model on: KL, top-1 agreement, perplexity"),
     "--save-output": _text("DIR", "save the outputs of all kernels that run"),
     "--check": _flag("exit with 1 if a kernel fails or is wrong, 3 if the machine is too busy"),

@@ -18,12 +18,14 @@ from replay.cli.report import check_report, write
 from replay.cli.shared_options import VerbParser
 
 if TYPE_CHECKING:
+    from replay.sparsity.kernel import SparseKernel
     from replay.tune.tuning import Tuning
 
 EXAMPLES = """\
   replay tune --model flux --quality psnr=35
   replay tune --model ./checkpoint --prompts prompts.txt --quality ssim=0.97 --max-time 30m
   replay tune --model llama --text book.txt --quality kl=0.01 --kernels all
+  replay tune --model cogvideo --sparse --quality psnr=30
   replay tune --model my_model.py:build --quality relative_l1=0.01 --out my_plan.json
 """
 
@@ -46,12 +48,14 @@ def parser() -> VerbParser:
         help="least psnr (dB), ssim, cosine or top1, or largest relative_l1, kl or perplexity of "
         "the output (default psnr=35)",
     )
+    command.add("--prompts", "--text", "--kernels", to=how)
     how.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="two or more prompts, one a line; half of them are kept for acceptance",
+        "--sparse",
+        action="store_true",
+        help="choose from block-sparse attention too, with a share of the blocks for each layer, "
+        "head and range of steps",
     )
-    command.add("--text", "--kernels", "--rounds", to=how)
+    command.add("--rounds", to=how)
     command.add(
         "--max-time", to=how, help="end comparing and searching after this time, such as 10m"
     )
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_files(arguments)
     if arguments.report:
         check_report()
-    prompts, text = _prompts(arguments), ModelRequest(text=arguments.text).words
+    prompts, text = prompts_of(arguments), ModelRequest(text=arguments.text).words
     from replay.tune.quality import parse_quality
 
     parse_quality(arguments.quality)  # before a model is loaded, which may take minutes
@@ -100,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompts=prompts,
             text=text,
             kernels=arguments.kernels,
+            sparse=_sparse(arguments),
             out=arguments.out,
             max_time=arguments.max_time,
             rounds=arguments.rounds,
@@ -120,7 +125,15 @@ def run(arguments: argparse.Namespace) -> int:
     return INCONCLUSIVE if result.is_undecided else 1
 
 
-def _prompts(arguments: argparse.Namespace) -> list[str] | None:
+def _sparse(arguments: argparse.Namespace) -> SparseKernel | None:
+    if not arguments.sparse:
+        return None
+    from replay.sparsity.kernel import SparseKernel
+
+    return SparseKernel()
+
+
+def prompts_of(arguments: argparse.Namespace) -> list[str] | None:
     """Return the prompts of the file that `--prompts` names; None without this option.
 
     Raises:

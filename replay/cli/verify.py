@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from replay.cli.shared_options import TIMING, VerbParser
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
-    from replay.rows.row import Speedup
     from replay.rows.row_files import Writable
 
 EXAMPLES = """\
@@ -39,8 +37,7 @@ def parser() -> VerbParser:
         "its output.",
         EXAMPLES,
     )
-    what = command.group("the model", "--dir")
-    what.add_argument("--plan", metavar="FILE", help="also run the model with this plan")
+    what = command.group("the model", "--dir", "--plan")
     what.add_argument(
         "--any-device",
         action="store_true",
@@ -54,13 +51,19 @@ def parser() -> VerbParser:
     )
     command.add("--text", to=what)
     what.add_argument(
+        "--sketch",
+        metavar="FILE",
+        help="sketch that `replay foretell` made: foretell the drift beside the measured one",
+    )
+    what.add_argument(
         "--trust-code",
         action="store_true",
         help="run files of code that the recording or --plan names; files that you name always run",
     )
     command.group(
         "how to measure single calls (without --rows), and where",
-        *("--rows", "--kernels", *TIMING, "--device", "--env", "--timeout", "--tolerances"),
+        *("--rows", "--kernels", "--backward", *TIMING),
+        *("--device", "--env", "--timeout", "--tolerances"),
     )
     shown = command.add_argument_group("what to write")
     shown.add_argument(
@@ -108,22 +111,16 @@ def run(arguments: argparse.Namespace) -> int:
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
     code = exit_code(replay, checks, check=arguments.check)
-    measured = _of_plan(arguments.plan, checks)
-    print_next_step(arguments, replay, measured=measured, is_faster=_is_any_faster(checks))
+    right = [check for check in checks if "run" in check.measured and not check.wrong]
+    speedups = {check.kernel: check.measured["run"].speedup for check in right}
+    print_next_step(
+        arguments,
+        replay,
+        measured=speedups.get(Path(arguments.plan or "").name),
+        is_faster=any(each is not None and each.verdict == "fast" for each in speedups.values()),
+        wrong=[check.kernel for check in checks if check.wrong],
+    )
     return code
-
-
-def _of_plan(plan: str | None, checks: Sequence[ModelResult]) -> Speedup | None:
-    """Return the measured speed-up of the whole run with the plan; None if there is none."""
-    for check in checks:
-        if plan is not None and check.kernel == Path(plan).name and "run" in check.measured:
-            return check.measured["run"].speedup
-    return None
-
-
-def _is_any_faster(checks: Sequence[ModelResult]) -> bool:
-    runs = [check.measured["run"].speedup for check in checks if "run" in check.measured]
-    return any(speedup is not None and speedup.verdict == "fast" for speedup in runs)
 
 
 def _checked(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from capture.call.block_mask import is_block_mask
 from capture.call.per_head import numbers_of_heads
 from capture.call.strides import narrow_expanded, picked
 
@@ -131,9 +132,12 @@ def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor 
     """Return the rows (R, Sk) of one head's `attn_mask`; None if the call has no mask."""
     if call.attn_mask is None:
         return None
-    shape = call.shape
+    shape, mask = call.shape, call.attn_mask
+    if is_block_mask(mask):
+        whole = mask.expand(shape.batch, shape.q_heads, -1, -1, -1, -1)
+        return whole[batch, head, rows // mask.shape[3], 0].flatten(1)[:, : shape.kv_len]
     sizes = (shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
-    return call.attn_mask.expand(sizes)[batch, head, rows]
+    return mask.expand(sizes)[batch, head, rows]
 
 
 def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.strides import concatenated
+from replay.diagnosis.derived import mapped
 
 
 class Part(NamedTuple):
@@ -222,7 +223,4 @@ def _narrow(tensor: Tensor, dim: int, count: int, start: int = 0) -> Tensor:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """Return -2 times a tensor, within the range of its dtype."""
-    limits = torch.finfo if tensor.is_floating_point() else torch.iinfo
-    limit = limits(tensor.dtype).max
-    return (tensor.float() * -2).clamp(-limit, limit).to(tensor.dtype)
+    return mapped(tensor, lambda values: -2 * values)

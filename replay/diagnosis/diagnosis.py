@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from capture.call.attention_call import Origin
 from replay.diagnosis.modes import Mode
 from replay.diagnosis.subject import Cause, Evidence
 from replay.kernels.failures import without_numbers
+from replay.rows.row_files import plain
 
 REMEDIES: dict[str, str] = {
     "overflow": "a kernel that accumulates QKᵀ and PV in float32 and keeps values in their format",
@@ -76,7 +76,8 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON, with null for NaN and infinity."""
-        return {**asdict(self), "evidence": _plain(self.evidence)}
+        found: dict[str, Any] = plain(asdict(self))
+        return found
 
     @property
     def is_wrong(self) -> bool:
@@ -120,13 +121,3 @@ def layer_index(module: str) -> int | None:
     """Return the first number in a module's path: 3 in `transformer.transformer_blocks.3.attn1`."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
     return None if found is None else int(found[1])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -173,7 +173,6 @@ def _name_another(found: Diagnoses, workload: Workload, examiner: Examiner) -> N
 class _Answer(NamedTuple):
     """Result of one kernel on one call."""
 
-    origin: Origin = Origin()
     diagnosis: Diagnosis | None = None
     refused: str = ""
     unreadable: str = ""
@@ -290,12 +289,10 @@ class Examiner:
                         if diagnosis and (diagnosis.call, diagnosis.kernel) != about:
                             raise ValueError(f"a finding about {shown(diagnosis.kernel)}")
                         reasons = {name: message[name] for name in ("refused", "untried")}
-                        answer = _Answer(origin, diagnosis, **reasons)
+                        answer = _Answer(diagnosis, **reasons)
         except Died as death:
             evidence = failure(death.status, str(death), WHERE[mode])
-            return _Answer(
-                origin, diagnosed(workload.name, kernel.name, origin, evidence), died=True
-            )
+            return _Answer(diagnosed(workload.name, kernel.name, origin, evidence), died=True)
         return answer
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:

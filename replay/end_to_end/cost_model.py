@@ -26,7 +26,7 @@ cold caches; it then fills them itself."""
 LEAST_LOSS, LOSSES = 0.25, 1.5
 """Least ratio of a kernel's loss in the model to the predicted loss, and the range of the ratio."""
 
-Figure = Literal["time_ms", "layer_host_ms"]
+Figure = Literal["time_ms", "both_ms", "layer_host_ms"]
 
 
 class CallTotals:
@@ -103,18 +103,22 @@ class CostModel:
         spans = self.phases.values() if phase == RUN else [self.phases[phase]]
         return sum(clocked.forwards * clocked.waiting_seconds for clocked in spans)
 
-    def attention_seconds(self, represented: Mapping[str, float]) -> float:
+    def attention_seconds(
+        self, represented: Mapping[str, float], figure: Figure = "time_ms"
+    ) -> float:
         """Return the baseline's time for the represented calls."""
         return sum(
             count * time.p50 / 1000
             for call, count in represented.items()
-            if (time := _time(self.replayed.own_row(call))) is not None
+            if (time := getattr(self.replayed.own_row(call), figure, None)) is not None
         )
 
-    def swapped_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> float:
+    def swapped_seconds(
+        self, swapped: Mapping[tuple[str, KernelId], float], figure: Figure = "time_ms"
+    ) -> float:
         """Return the baseline's time for the calls that kernels run, as in `saved_seconds`."""
         return sum(
-            count * percentile(self._samples(*each, "time_ms")[0], 50) / 1000
+            count * percentile(self._samples(*each, figure)[0], 50) / 1000
             for each, count in swapped.items()
         )
 
@@ -136,7 +140,9 @@ class CostModel:
             saved_resampled += count * (old - new) / 1000
         return saved, saved_resampled
 
-    def gained_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> tuple[float, Tensor]:
+    def gained_seconds(
+        self, swapped: Mapping[tuple[str, KernelId], float], figure: Figure = "time_ms"
+    ) -> tuple[float, Tensor]:
         """Sum the gain over the phases of the calls, by the formula of `prediction`.
 
         Raises:
@@ -148,10 +154,10 @@ class CostModel:
             by_phase[row.call.phase if row else ""][call, kernel] = count
         gained, gained_resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for phase, counts in by_phase.items():
-            saved, saved_resampled = self.saved_seconds(counts)
+            saved, saved_resampled = self.saved_seconds(counts, figure)
             clocked = self.phases.get(phase)
             if clocked is None or clocked.busy_seconds is None or clocked.host_seconds is None:
-                old, new = self._lost_seconds(counts, self.pace.get(phase, 1.0))
+                old, new = self._lost_seconds(counts, self.pace.get(phase, 1.0), figure)
                 generator = torch.Generator().manual_seed(self.seed)
                 drawn = torch.rand(RESAMPLES, generator=generator, dtype=torch.float64)
                 gained += saved + old - new
@@ -166,12 +172,12 @@ class CostModel:
         return gained, gained_resampled
 
     def _lost_seconds(
-        self, swapped: Mapping[tuple[str, KernelId], float], pace: float
+        self, swapped: Mapping[tuple[str, KernelId], float], pace: float, figure: Figure
     ) -> tuple[float, float]:
         """Return the time that the calls lose in the model: with its own kernel, and swapped."""
         lost_old = lost_new = 0.0
         for each, count in swapped.items():
-            before, after, _ = self._samples(*each, "time_ms")
+            before, after, _ = self._samples(*each, figure)
             old, new = percentile(before, 50) / 1000, percentile(after, 50) / 1000
             lost_old += count * (pace - 1) * old
             lost_new += count * (pace - 1) * min(new, MOST_LOST * old)

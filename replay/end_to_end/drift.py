@@ -19,45 +19,15 @@ from torch import Tensor
 
 from replay.accuracy.errors import CHUNK_ELEMENTS
 from replay.accuracy.errors import compare as compare_tensors
+from replay.rows.meaning import floored
 
 Outputs = Mapping[str, Tensor]
 
 Drift = dict[str, float | int | None]
-"""Values by the names in `METRICS`; None for infinity and NaN, as in JSON."""
+"""Values by name (docs/fields.md); None for infinity and NaN, as in JSON."""
 
-METRICS: dict[str, tuple[str, str]] = {
-    "relative_l1": ("", "Σ|kernel's − baseline's| / Σ|baseline's| over the main output"),
-    "cosine": ("", "cosine similarity of the two main outputs, flattened"),
-    "nan_count": ("", "NaN elements in all outputs of the kernel's run"),
-    "baseline_nan_count": ("", "NaN elements in all outputs of the baseline's run"),
-    "kl": ("nats", "KL(baseline ‖ kernel) of the next token, mean over the text's positions"),
-    "top1_agreement": ("", "share of the text's positions where both rank the same token first"),
-    "baseline_perplexity": ("", "exp of the text's mean negative log-likelihood, baseline"),
-    "perplexity": ("", "the same, with the kernel"),
-    "text_tokens": ("tokens", "positions of the text"),
-    "generated_kl": ("nats", "KL(baseline ‖ kernel), mean over the generated tokens compared"),
-    "generated_compared": ("tokens", "new tokens compared: those whose context both runs share"),
-    "generated_tokens": ("tokens", "new tokens per run"),
-    "first_diverging_token": ("", "zero-based index of the first new token that differs, or None"),
-    "frame_mse": ("", "mean squared error of all frames or images, whose values are in [0, 1]"),
-    "psnr": ("dB", "10 log₁₀(1 / frame_mse); None (infinite) if frame_mse is 0"),
-    "worst_psnr": ("dB", "PSNR of the worst frame"),
-    "ssim": ("", "structural similarity (Wang et al. 2004), mean over windows, channels, frames"),
-    "worst_ssim": ("", "SSIM of the worst frame"),
-    "frames": ("frames", "frames or images compared"),
-    "black_frames": ("frames", "frames black in the kernel's run but not in the baseline's"),
-    "loss": ("", "loss of the last training step"),
-    "baseline_loss": ("", "the same, with the model's own attention"),
-    "grad_norm": ("", "L2 norm of all gradients in the last training step"),
-    "baseline_grad_norm": ("", "the same, with the model's own attention"),
-}
-"""Unit and meaning of every drift metric.
-
-The main output is a diffusion model's latents (or its pictures if it exposes no latents), a
-language model's logits on the text (or on the compared generated tokens if there is no text), or
-any other model's output. `kl` is measured in one forward over the entire text, as in prefill;
-`generated_kl` in decoding.
-"""
+FIRST_GRADIENT = "first gradient of "
+"""Beginning of the names of samples, each of a parameter's gradient in the first training step."""
 
 TRAINING = {"loss": "loss", "grad_norm": "gradient norm"}
 """Names in tables of what a training step returns."""
@@ -310,10 +280,7 @@ def _digits(value: float | None, digits: int = 3) -> str:
 
 def _truncated(value: float | None, decimals: int) -> str:
     """Round down, so that a small drift does not look like zero drift."""
-    if value is None:
-        return "-"
-    # Without round(), inexact decimals could lose one in the last place.
-    return f"{math.floor(round(value * 10**decimals, 6)) / 10**decimals:.{decimals}f}"
+    return "-" if value is None else floored(decimals)(value)
 
 
 def _percent(value: float | None) -> str:

@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end import drift
 from replay.end_to_end.census_check import difference, shortfall
 from replay.end_to_end.cost_model import median
+from replay.end_to_end.first_step import wrong_first_step
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import (
     BASELINE,
@@ -41,6 +42,7 @@ from replay.end_to_end.run_pace import BUILDING, NEIGHBOURS, expected_runs
 from replay.end_to_end.undisturbed_times import by_round, delayed
 from replay.plan.call_matching import RowsByCall
 from replay.rows.row import CallFacts, KernelId, Row, Speedup, Status, TimeSummary
+from replay.sketches.foretold_drift import ForetoldDrift
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import paired_speedup, summarize
 
@@ -59,7 +61,8 @@ class MeasuredSpan:
     """Statistics over the kernel's rounds, without interruptions
     (`replay.end_to_end.undisturbed_times`)."""
     speedup: Speedup | None
-    """Speed-up over adjacent runs with the model's own attention; None for the baseline."""
+    """Speed-up over adjacent runs with the model's own attention; None for the baseline, and for a
+    kernel that handled no call."""
     tokens_per_second: float | None
     """Tokens per `seconds`."""
     seconds: float
@@ -104,14 +107,18 @@ class ModelResult:
     """Outputs per run that had to be copied into another layout."""
     peak_bytes: int | None = None
     drift: drift.Drift = field(default_factory=dict)
+    foretold: ForetoldDrift | None = None
+    """Error of the output that a sketch foretold; None without a sketch."""
     curves: dict[str, list[float]] = field(default_factory=dict)
     """Values of each step of a run that trains, by the names in `drift.TRAINING`."""
+    steps: int = 0
+    """Training steps of a run; 0 if it does not train."""
+    wrong: str = ""
+    """Reason why a kernel trains wrongly: its gradients in the replay, or its first step."""
     attention_seconds: dict[str, float] = field(default_factory=dict)
     """Time of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
     """Time of all attention calls with the model's own attention, in the same process."""
-    more_launch_seconds: dict[str, float] = field(default_factory=dict)
-    """Additional host time for attention calls, compared with the model's own; only on a GPU."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """GPU busy time per forward of a phase; in the remaining time, the GPU waits for the host."""
     sm_clock_mhz: float | None = None
@@ -327,6 +334,7 @@ def _checked(
     _fill_in_runs(checked, arm, own)
     curves = ((name, arm.outputs.get(name)) for name in drift.TRAINING)
     checked.curves = {name: each.tolist() for name, each in curves if each is not None}
+    checked.steps = len(checked.curves.get("grad_norm", ()))
     if arm is own:
         return checked
     try:
@@ -334,6 +342,9 @@ def _checked(
     except ValueError as error:
         checked.status, checked.reason = "error", str(error)
         return checked
+    if checked.steps and checked.hits:
+        checked.wrong = next((row.reason for row in mine if row.status == "inaccurate"), "")
+        checked.wrong = checked.wrong or wrong_first_step(own.outputs, arm.outputs, mine)
     # Call counts of a different model predict nothing about this model.
     checked.unpredicted = mismatch
     if mismatch:
@@ -342,27 +353,18 @@ def _checked(
         clocked = _clocked(own, reference)
         stand_ins = reference is not None and reference.failure is None
         checked.prediction = predict(
-            capture.census, rows, choose, OWN, *clocked, stand_ins=stand_ins, seed=seed
+            capture.census,
+            rows,
+            choose,
+            OWN,
+            *clocked,
+            stand_ins=stand_ins,
+            trains=checked.steps > 0,
+            seed=seed,
         )
-        if checked.curves:
-            checked.prediction = _of_forwards(checked.prediction)
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
-
-
-def _of_forwards(prediction: Prediction) -> Prediction:
-    """Return a prediction without the run, which also has backward passes."""
-    reason = "only forward passes are predicted, and this run trains"
-    run = replace(
-        prediction.run,
-        new_seconds=None,
-        speedup=None,
-        new_tokens_per_second=None,
-        saved_seconds=None,
-        reason=reason,
-    )
-    return replace(prediction, run=run)
 
 
 def _at(choose: KernelAt, call: CallFacts) -> KernelId:
@@ -380,21 +382,14 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
     checked.sm_clock_mhz = median(state.sm_clock_mhz for state in states)
     checked.power_w = median(state.power_w for state in states)
     if arm.inside is not None and own.inside is not None:
-        inside, own_inside = arm.inside.times, own.inside.times
         checked.attention_seconds = _attention(arm)
         checked.own_attention_seconds = _attention(own)
-        own_launch = _per_forward(own_inside.launch, own_inside)
-        checked.more_launch_seconds = {
-            span: seconds - own_launch[span]
-            for span, seconds in _per_forward(inside.launch, inside).items()
-            if span in own_launch
-        }
         checked.busy_seconds = _busy_seconds(arm)
     own_seconds = own.seconds()
     for span, seconds in arm.seconds().items():
         tokens = last.times.tokens.get(span)
         speedup, typical = None, statistics.median(seconds)
-        if arm is not own and span in own_seconds:
+        if arm is not own and (last.hits or arm.variant.plan) and span in own_seconds:
             # A kernel's runs are compared with the adjacent baseline runs, not with all of them.
             speedup = paired_speedup([own_seconds[span][at] for at in arm.paired_with], seconds)
             typical = statistics.median(own_seconds[span]) / speedup.ratio
@@ -406,18 +401,14 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
         )
 
 
-def _per_forward(seconds: Mapping[str, float], times: RunTimes) -> dict[str, float]:
-    """Return a run's times per forward of each phase, and the undivided sum as `RUN`."""
-    if not seconds:
-        return {}
-    return {RUN: sum(seconds.values())} | {
-        phase: seconds.get(phase, 0.0) / len(each) for phase, each in times.forwards.items()
-    }
-
-
 def _attention(arm: _Arm) -> dict[str, float]:
     """Return the time of all attention calls per forward of each phase, and in a run as `RUN`."""
-    return {} if arm.inside is None else _per_forward(arm.inside.times.attention, arm.inside.times)
+    if arm.inside is None or not (seconds := arm.inside.times.attention):
+        return {}
+    return {RUN: sum(seconds.values())} | {
+        phase: seconds.get(phase, 0.0) / len(each)
+        for phase, each in arm.inside.times.forwards.items()
+    }
 
 
 def _busy_seconds(arm: _Arm) -> dict[str, float]:
@@ -452,7 +443,6 @@ def _clocked(own: _Arm, reference: _Arm | None) -> tuple[Clocked, dict[str, Cloc
     host = {} if own.drained is None else own.drained.times.host
     run = Clocked(
         tuple(own_seconds.pop(RUN)),
-        tokens=own.runs[0].times.tokens.get(RUN),
         attention_seconds=attention.get(RUN),
         stand_in_seconds=longer.get(RUN, 0.0),
         swap_ratios=ratios.get(RUN, ()),
@@ -462,7 +452,6 @@ def _clocked(own: _Arm, reference: _Arm | None) -> tuple[Clocked, dict[str, Cloc
         phase: Clocked(
             tuple(seconds),
             len(times.forwards[phase]),
-            times.tokens.get(phase),
             busy.get(phase),
             statistics.median(host[phase]) if phase in host else None,
             attention.get(phase),

@@ -66,8 +66,6 @@ class RunTimes:
     tokens that an engine generates in the run."""
     attention: dict[str, float] = field(default_factory=dict)
     """Total time of all attention calls, by phase and `OUTSIDE`, if timed."""
-    launch: dict[str, float] = field(default_factory=dict)
-    """Host time of all attention calls, by phase; CUDA only (elsewhere it is `attention`)."""
     host: dict[str, list[float]] = field(default_factory=dict)
     """Host time of each forward, by phase, if the run was drained."""
     waited: float = 0.0
@@ -121,7 +119,7 @@ class Clock:
         self._on_gpu = device.type == "cuda"
         self._alive = alive
         self._inside = _Inside()
-        self._calls: list[tuple[str, Any, Any, float]] = []
+        self._calls: list[tuple[str, Any, Any]] = []
         self._drains = False
         self._threads = ThreadTimes()
 
@@ -213,17 +211,10 @@ class Clock:
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
             times.forwards.setdefault(phase, []).append(seconds)
-        launches: dict[str, list[float]] = {}
         calls, overhead = self._calls, self._overhead()
-        for phase, begin, end, host in calls:
+        for phase, begin, end in calls:
             seconds = self._between(begin, end) - overhead
             times.attention[phase] = times.attention.get(phase, 0.0) + seconds
-            launches.setdefault(phase, []).append(host)
-        # The median is used, because a call that synchronises includes the forward's wait.
-        if self._on_gpu:
-            times.launch = {
-                phase: statistics.median(each) * len(each) for phase, each in launches.items()
-            }
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -240,10 +231,8 @@ class Clock:
                 torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
             asleep, start, inside.wait = start, self._now(), None
             inside.waited.append((asleep, start))
-        host_start = time.perf_counter()
         yield
-        host = time.perf_counter() - host_start
-        self._calls.append((self._phase(), start, self._now(), host))
+        self._calls.append((self._phase(), start, self._now()))
 
     def _overhead(self) -> float:
         """Return the time that a timed call takes without a kernel; 0 on a GPU, by its events."""
@@ -253,7 +242,7 @@ class Clock:
         for _ in range(EMPTY_CALLS):
             with self.call():
                 pass
-        return statistics.median(self._between(begin, end) for _, begin, end, _ in self._calls)
+        return statistics.median(self._between(begin, end) for _, begin, end in self._calls)
 
     def _phase(self) -> str:
         return self._inside.begun[-1].phase if self._inside.begun else OUTSIDE

@@ -27,8 +27,6 @@ class Clocked:
     """Seconds of one forward of the phase, or of one run, by round."""
     forwards: int = 1
     """Forwards per run; 1 for a full run."""
-    tokens: int | None = None
-    """Tokens that one forward reads (prefill) or generates (decode), over the batch."""
     busy_seconds: float | None = None
     """GPU busy time per forward; None on a CPU, which launches nothing."""
     host_seconds: float | None = None
@@ -117,8 +115,6 @@ class PredictedTime:
     """Predicted time with the kernel; None without a prediction (see `reason`)."""
     speedup: Estimate | None
     """Ratio old / new."""
-    old_tokens_per_second: Estimate | None
-    new_tokens_per_second: Estimate | None
     attention_seconds: float
     """Σ count · t_old over the calls that a replayed call represents."""
     attention_share: float

@@ -30,6 +30,11 @@ alike. The rest of T_swapped stays the same:
 (`layer_host_ms` of the rows). A kernel that is slow to launch can therefore make a model wait for
 the host that did not wait before.
 
+A run that trains has the same formula, in which t is the time of forward and backward together; a
+call that a checkpoint repeats in the backward pass costs another forward. Backward passes are not
+timed in the model: they lose as much time on a CPU as forward passes, and launches on a GPU are
+left out.
+
 The interval (95 %, percentile bootstrap) covers the scatter of its inputs: the rounds of the
 replay, resampled for each replayed call, with the same rounds for both kernels if they were timed
 together; and the rounds of T_old. A replayed call that represents many counted calls shifts their
@@ -52,13 +57,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replay.end_to_end.cost_model import CallTotals, CostModel, resampled
+from capture.hooks.phases import RECOMPUTE
+from replay.end_to_end.cost_model import CallTotals, CostModel, Figure, resampled
 from replay.end_to_end.predicted_times import RUN, Clocked, Estimate, Missing, PredictedTime
 from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.plan.plan import DENOISE
 from replay.plan.step_ranges import MOST_STEPS
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
+
+NO_BACKWARD = "the rows have no times of backward passes: verify again with --backward"
+"""Reason why a run that trains is not predicted."""
+
+Chosen = Sequence[tuple[Counted, KernelId]]
+Parts = dict[Figure, Chosen]
+"""Calls by the figure that is their time."""
 
 KernelAt = Callable[[str, str, int, int], KernelId]
 """Function from module, phase, key length and step to the kernel used there."""
@@ -102,6 +115,7 @@ def predict(
     phases: Mapping[str, Clocked],
     *,
     stand_ins: bool = False,
+    trains: bool = False,
     seed: int = 0,
 ) -> Prediction:
     """Predict the model's time with a kernel, for each phase and for the full run.
@@ -121,6 +135,7 @@ def predict(
         phases: one forward of each measured phase with the model's own attention.
         stand_ins: True if the baseline may stand for an engine's own function, because `run` and
             `phases` have `stand_in_seconds` (`replay.plan.call_matching.RowsByCall`).
+        trains: True if the run has a backward pass for each call.
 
     Raises:
         CensusError: the census is empty.
@@ -138,15 +153,18 @@ def predict(
     cost_model = CostModel(replayed, seed, phases)
     cost_model = replace(cost_model, pace=_pace(by_phase, cost_model))
     predicted = {
-        phase: _span(phase, phases[phase], of_phase, cost_model)
+        phase: _span(phase, phases[phase], {"time_ms": of_phase}, cost_model)
         for phase, of_phase in by_phase.items()
     }
-    return Prediction(_span(RUN, run, chosen, cost_model), predicted)
+    parts: Parts = {"time_ms": chosen}
+    if trains:
+        cost_model = replace(cost_model, phases={})
+        parts = {"both_ms": [each for each in chosen if each[0].phase != RECOMPUTE]}
+        parts["time_ms"] = [each for each in chosen if each[0].phase == RECOMPUTE]
+    return Prediction(_span(RUN, run, parts, cost_model), predicted)
 
 
-def _pace(
-    by_phase: Mapping[str, Sequence[tuple[Counted, KernelId]]], cost_model: CostModel
-) -> dict[str, float]:
+def _pace(by_phase: Mapping[str, Chosen], cost_model: CostModel) -> dict[str, float]:
     """Return the pace of each phase on a CPU whose calls are all represented (`CostModel.pace`)."""
     pace = {}
     for phase, chosen in by_phase.items():
@@ -158,11 +176,16 @@ def _pace(
     return pace
 
 
-def _span(
-    phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel
-) -> PredictedTime:
-    tally = CallTotals(chosen, cost_model)
+def _span(phase: str, clocked: Clocked, parts: Parts, cost_model: CostModel) -> PredictedTime:
+    tally = CallTotals([each for calls in parts.values() for each in calls], cost_model)
+    tallies = [(CallTotals(calls, cost_model), figure) for figure, calls in parts.items()]
     forwards, reason = clocked.forwards, tally.reason
+    if any(
+        getattr(cost_model.replayed.own_row(call), figure) is None
+        for each, figure in tallies
+        for call in each.represented
+    ):
+        reason, tallies = NO_BACKWARD, [(tally, "time_ms")]
     old_median = percentile(clocked.seconds, 50)
     old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
     old = _interval(old_median, old_resampled, old_resampled)
@@ -171,29 +194,32 @@ def _span(
         swapped_median *= percentile(clocked.swap_ratios, 50)
         name = f"{cost_model.seed} {phase} swapped"
         swapped_resampled = old_resampled * resampled(clocked.swap_ratios, name)
-    attention = cost_model.attention_seconds(tally.represented) / forwards
+    attention = sum(cost_model.attention_seconds(t.represented, f) for t, f in tallies) / forwards
+    of_forward = cost_model.attention_seconds(tally.represented) / forwards
+    longer = attention / of_forward if of_forward else 1.0
     saved = swapped = new = speedup = None
     # One unusable row makes the whole span unpredictable, because no other row times its calls.
     if not reason:
-        saved = cost_model.saved_seconds(tally.swapped)[0] / forwards
-        swapped = cost_model.swapped_seconds(tally.swapped) / forwards
-        gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
+        saved = sum(cost_model.saved_seconds(t.swapped, f)[0] for t, f in tallies) / forwards
+        swapped = sum(cost_model.swapped_seconds(t.swapped, f) for t, f in tallies) / forwards
+        gains = [cost_model.gained_seconds(t.swapped, f) for t, f in tallies]
+        gained, gained_resampled = (sum(each) for each in zip(*gains, strict=True))
         # Calls that no kernel handles have the model's own attention, not its stand-in.
         handled = swapped / attention if attention else 1.0
-        own_seconds = clocked.stand_in_seconds * (1 - handled)
+        own_seconds = clocked.stand_in_seconds * longer * (1 - handled)
         new_median = swapped_median - own_seconds - gained / forwards
         new_resampled = swapped_resampled - own_seconds - gained_resampled / forwards
         if min(new_median, float(new_resampled.min())) > 0:
             ratios = [1.0, *cost_model.ratios(tally.kernels_not_recorded)]
-            unknown = max((clocked.attention_seconds or 0.0) - attention, 0.0)
+            unknown = max((clocked.attention_seconds or 0.0) * longer - attention, 0.0)
             # The model gains at most as much as its fastest call.
             fastest = torch.maximum(
                 new_resampled - unknown * (1 - min(ratios)), new_resampled * min(ratios)
             )
             slowest = new_resampled + unknown * (max(ratios) - 1)
             new = _interval(new_median, fastest, slowest)
-            gains = (old_resampled / slowest, old_resampled / fastest)
-            speedup = _interval(old_median / new_median, *gains)
+            ratios_resampled = (old_resampled / slowest, old_resampled / fastest)
+            speedup = _interval(old_median / new_median, *ratios_resampled)
         else:
             # The replay is slower than the model, for example because of colder caches.
             reason = "the predicted saving exceeds the model's time"
@@ -203,8 +229,6 @@ def _span(
         old_seconds=old,
         new_seconds=new,
         speedup=speedup,
-        old_tokens_per_second=_rate(clocked.tokens, old),
-        new_tokens_per_second=_rate(clocked.tokens, new),
         attention_seconds=attention,
         attention_share=attention / old_median,
         waiting_share=cost_model.waiting_seconds(phase) / forwards / old_median,
@@ -225,9 +249,3 @@ def _span(
 
 def _interval(value: float, lower: Tensor, upper: Tensor) -> Estimate:
     return Estimate(value, percentile(lower.tolist(), 2.5), percentile(upper.tolist(), 97.5))
-
-
-def _rate(tokens: int | None, seconds: Estimate | None) -> Estimate | None:
-    if tokens is None or seconds is None:
-        return None
-    return Estimate(tokens / seconds.value, tokens / seconds.high, tokens / seconds.low)

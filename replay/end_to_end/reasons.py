@@ -1,4 +1,4 @@
-"""Explanations of differences between prediction and measurement."""
+"""Differences between prediction and measurement, and their possible causes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,16 @@ UNSTEADY = 1.2
 """Minimum p90 / p10 of a run of the model that indicates other load."""
 
 
-def reasons(checked: ModelResult, span: str = RUN) -> list[str]:
-    """List possible explanations of the difference, one sentence each.
-
-    The list is empty if the prediction lies inside the measured interval or within `NOTABLE` of the
-    measurement; it has a single sentence if no recorded figure explains the difference.
-    """
+def is_off(checked: ModelResult, span: str = RUN) -> bool:
+    """Return True if a prediction is outside the measured interval, and not close to the
+    measurement."""
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None or predicted.speedup is None or predicted.new_seconds is None:
-        return []
+        return False
     if measured is None or measured.speedup is None:
-        return []
+        return False
     error = checked.prediction_error(span) or 0.0
-    if abs(error) < NOTABLE or measured.speedup.holds(predicted.speedup.value):
-        return []
-    found = [
-        *suspects(checked, predicted, span),
-        *_waits(checked, predicted, span),
-        *_attention(checked, predicted, span),
-    ]
-    return found or ["nothing recorded explains the difference"]
+    return abs(error) >= NOTABLE and not measured.speedup.holds(predicted.speedup.value)
 
 
 def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> Iterator[str]:
@@ -80,47 +70,6 @@ def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> Itera
             f"the SM clock was {replayed:.0f} MHz in the replay and {in_model:.0f} in the model"
             f"{power}"
         )
-
-
-def _waits(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
-    """Report a GPU that waits for the host."""
-    if not predicted.waiting_share:
-        return []
-    more = predicted.clues.more_layer_launch_seconds
-    costs = (
-        ""
-        if more is None
-        else f", and according to the replay, layers take {in_ms(more, '+')} more to launch"
-    )
-    if more is not None and (in_model := checked.more_launch_seconds.get(span)) is not None:
-        costs += f" (attention calls alone {in_ms(in_model, '+')} in the model)"
-    return [
-        f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
-        "the model does not gain what attention saves there"
-    ]
-
-
-def _attention(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
-    """Compare the cost of the calls in the model and in the replay, with both kernels."""
-    before = checked.own_attention_seconds.get(span)
-    after = checked.attention_seconds.get(span)
-    if before is None or after is None or predicted.saved_seconds is None:
-        return []
-    assert predicted.new_seconds is not None
-    unlike = (before - after) - predicted.saved_seconds
-    if abs(unlike) < NOTABLE * predicted.new_seconds.value:
-        rest = checked.measured[span].seconds - after
-        return [
-            f"attention is not the cause: it changed by {in_ms(after - before, '+')} in the model "
-            f"and by {in_ms(-predicted.saved_seconds, '+')} in the replay; the rest of the "
-            f"model took {in_ms(predicted.old_seconds.value - before)} with its own attention and "
-            f"{in_ms(rest)} with the kernel"
-        ]
-    return [
-        f"attention went from {in_ms(before)} to {in_ms(after)} in the model, and from "
-        f"{in_ms(predicted.attention_seconds)} to "
-        f"{in_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
-    ]
 
 
 def in_ms(seconds: float, sign: str = "-") -> str:

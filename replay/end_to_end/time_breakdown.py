@@ -74,10 +74,11 @@ class TimeBreakdown:
 
 
 def main_phase(checked: ModelResult) -> str:
-    """Return the phase that takes the largest part of a run; `RUN` if no phase was measured."""
+    """Return the phase that takes the largest part of a run; `RUN` if no phase was measured, or if
+    the run trains."""
     phases = {} if checked.prediction is None else checked.prediction.phases
     measured = [phase for phase in phases if phase in checked.measured]
-    if not measured:
+    if checked.steps or not measured:
         return RUN
     return max(measured, key=lambda each: phases[each].forwards * phases[each].old_seconds.value)
 
@@ -94,8 +95,10 @@ def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None:
         return f"nothing was predicted: {checked.unpredicted}"
-    if measured is None or measured.speedup is None:
+    if measured is None:
         return "it was not measured"
+    if measured.speedup is None:
+        return f"it answered no call: {'; '.join(checked.fallbacks)}"
     if predicted.saved_seconds is None or predicted.swapped_seconds is None:
         return f"nothing was predicted: {predicted.reason}"
     refused = sum(predicted.fallback_seconds.values())
@@ -136,7 +139,8 @@ def _less_in_model(
 ) -> float | None:
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
-    if before is None or after is None or predicted.waiting_share:
+    is_training = checked.steps and span == RUN  # the time in the model is that of forward passes
+    if before is None or after is None or predicted.waiting_share or is_training:
         return None
     assert predicted.saved_seconds is not None
     foretold = predicted.saved_seconds - (0 if checked.busy_seconds else launches)

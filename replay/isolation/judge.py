@@ -14,7 +14,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.gradients import DIFFERENTIATED, GRADIENTS
 from replay.accuracy.errors import compare, summary
-from replay.accuracy.gradient_verdict import GradientVerdict, expected_gradients
+from replay.accuracy.gradient_verdict import expected_gradients, verdict_of
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
@@ -132,7 +132,7 @@ class LocalJudge:
         thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
     ) -> None:
         self.call = call.without_gradients()
-        self._grad_output = call.grad_output
+        self._with_gradients = call
         self._thresholds = thresholds
         self._errors_against = errors_against
         self._compare_stats = compare_stats
@@ -196,14 +196,15 @@ class LocalJudge:
             expected = self._expected_gradients
         except ValueError as error:
             return JudgedGradients(Finding("unsupported", str(error)))
-        verdict = GradientVerdict(
-            {
-                name: judge(gradients[name], expected[name], accuracy_class, self._thresholds)
-                for name in DIFFERENTIATED
-            }
-        )
+        call, found = self._with_gradients, {name: gradients[name] for name in DIFFERENTIATED}
+        verdict = verdict_of(call, found, expected, self._thresholds, accuracy_class)
         errors = {
-            name: GradientErrors(each.tolerance_ratio, each.errors.relative_l1, each.errors.max_abs)
+            name: GradientErrors(
+                each.tolerance_ratio,
+                each.errors.relative_l1,
+                each.errors.max_abs,
+                None if each.passed else each.where,
+            )
             for name, each in verdict.verdicts.items()
         }
         finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
@@ -211,8 +212,8 @@ class LocalJudge:
 
     @cached_property
     def _expected_gradients(self) -> dict[str, Expected]:
-        assert self._grad_output is not None
-        return expected_gradients(self.call, self._grad_output)
+        assert self._with_gradients.grad_output is not None
+        return expected_gradients(self.call, self._with_gradients.grad_output)
 
     def judge_block(
         self,
@@ -251,7 +252,8 @@ class LocalJudge:
         finally:
             inputs.restore()
         with one_thread():
-            for start in range(0, len(parts), step := _parts_at_once(parts[0])):
+            elements = max(parts[0].key.numel() + parts[0].value.numel(), 1)
+            for start in range(0, len(parts), step := max(MOST_ELEMENTS // elements, 1)):
                 at_once = slice(start, start + step)
                 right = Expected.of_heads(side_by_side(*parts[at_once]))
                 for number, rows, each in zip(numbers[at_once], found[at_once], right, strict=True):
@@ -275,11 +277,6 @@ class LocalJudge:
             sentence = f"it chose {found:.3g} of the keys in a block, {first:.3g} in its first call"
             self.other_shares[kernel] = sentence
         return kept
-
-
-def _parts_at_once(part: AttentionCall) -> int:
-    """Return the number of parts of a block's outputs that are computed together."""
-    return max(MOST_ELEMENTS // max(part.key.numel() + part.value.numel(), 1), 1)
 
 
 def _wrong_rows(

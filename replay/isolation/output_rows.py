@@ -10,6 +10,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from capture.call.block_mask import is_block_mask
 from capture.call.per_head import PER_HEAD, numbers_of_heads
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -45,11 +46,14 @@ def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
     at = rows.on(call.device)
     mask = None
     if call.attn_mask is not None:
-        whole = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
+        whole, where = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)], at
+        if is_block_mask(whole):
+            whole, where = whole[:, :, :, 0], (at[0], at[1], at[2] // whole.shape[3])
         places = (
-            index.clamp(max=size - 1) for index, size in zip(at, whole.shape[:3], strict=True)
+            index.clamp(max=size - 1) for index, size in zip(where, whole.shape[:3], strict=True)
         )
-        mask = whole[tuple(places)].expand(-1, shape.kv_len)[None, None]
+        by_key = whole[tuple(places)].flatten(1)[:, : shape.kv_len]
+        mask = by_key.expand(-1, shape.kv_len)[None, None]
     if call.is_causal or call.features:
         first, end = (edge[at[2], None] for edge in call.key_ranges.of(batch))
         position = torch.arange(shape.kv_len, device=call.device)

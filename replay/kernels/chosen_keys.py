@@ -23,3 +23,12 @@ def mask_of_tokens(indices: Tensor, call: AttentionCall) -> Tensor:
     mask.scatter_(2, places, True)
     group = shape.q_heads // shape.kv_heads
     return mask[:, :, : shape.kv_len].repeat_interleave(group, dim=1)[:, :, None]
+
+
+def mask_of_blocks(kept: Tensor, rows: int, keys: int, call: AttentionCall) -> Tensor:
+    """Return a bool mask (B, Hq, Sq, Sk) from a map of kept blocks of `keys` keys for tiles of
+    `rows` queries, which broadcasts to (B, Hq, tiles, blocks)."""
+    shape = call.shape
+    by_query = kept.repeat_interleave(rows, dim=2)[:, :, : shape.q_len]
+    mask = by_query.repeat_interleave(keys, dim=3)[..., : shape.kv_len]
+    return mask.expand(shape.batch, shape.q_heads, -1, -1)

@@ -44,6 +44,8 @@ class CannotJudge(Exception):
 def classify(error: BaseException) -> Finding:
     """Return the status and one printable line for a kernel's exception, including `SystemExit`.
 
+    A `NotImplementedError` is a refusal of the call: its message is the reason.
+
     Raises:
         KeyboardInterrupt: the exception is a `KeyboardInterrupt`, which comes from the user.
     """
@@ -57,6 +59,8 @@ def classify(error: BaseException) -> Finding:
     text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
     if isinstance(error, CannotJudge):
         return Finding("error", text)
+    if isinstance(error, NotImplementedError):
+        return Finding("unsupported", text)
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return Finding("out-of-memory", _shortage(text))

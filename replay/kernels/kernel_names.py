@@ -29,6 +29,11 @@ def parts(patterns: str) -> list[str]:
     return [name for part in map(str.strip, given) if part for name in _of_file(part)]
 
 
+def shortened(name: str) -> str:
+    """Return a name for people: `sparse[keep=0.2/1/0.5]` becomes `sparse[keep by head]`."""
+    return re.sub(r"(\w+)=[^,/\]]+/[^,\]]+(?=[,\]])", r"\1 by head", name)
+
+
 def registrations(path: str | Path) -> dict[str, str]:
     """Return the functions that a file decorates with `register_kernel`, by kernel.
 

@@ -115,7 +115,8 @@ class Kernel:
     chosen: Callable[[AttentionCall], Tensor] | None = None
     """Function that returns the keys a `sparse` kernel attends to: bool, True = attended,
     broadcasts to (B, Hq, Sq, Sk), with the same result for the same inputs.
-    `replay.mask_of_tokens` makes this mask from indices."""
+    `replay.mask_of_tokens` makes this mask from indices. For blocks, it may be a
+    `capture.call.block_mask.block_mask`, which takes less memory."""
     options: Callable[..., Kernel] | None = None
     """Function that makes this kernel with other options.
 
@@ -126,7 +127,7 @@ class Kernel:
 
     differentiable: bool | None = False
     """True if PyTorch computes gradients of `attention`; None if only a run can tell, as for a
-    user's function. A NotImplementedError in such a run is a refusal."""
+    user's function."""
 
     features: frozenset[str] = frozenset()
     """Features beyond SDPA that the kernel supports (`capture.call.attention_variant.FEATURES`).

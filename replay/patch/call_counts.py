@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from capture.text.counted import counted
+from replay.kernels.kernel_names import shortened
 from replay.patch.planned_modules import NOT_PLANNED
 from replay.plan.key_lengths import MOST_KEYS, KeyLengths
 from replay.plan.step_ranges import StepRange
@@ -25,6 +26,10 @@ class CallCounts:
     layout_copies: int = 0
     """Outputs that had to be copied into the query's memory layout: by the operator in a compiled
     model, otherwise by the model's own reshape after attention."""
+
+    def __add__(self, other: CallCounts) -> CallCounts:
+        copies = self.layout_copies + other.layout_copies
+        return CallCounts(self.hits + other.hits, self.fallbacks + other.fallbacks, copies)
 
     def __str__(self) -> str:
         """Format as `90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
@@ -132,7 +137,11 @@ class Swap:
 
     def __str__(self) -> str:
         """Format one line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
-        lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
+        kernels: dict[str, CallCounts] = {}
+        for name, tally in self.kernels.items():
+            shown = shortened(name)
+            kernels[shown] = kernels.get(shown, CallCounts()) + tally
+        lines = [f"{name}: {tally}" for name, tally in kernels.items()]
         if self.not_planned:
             lines.append(f"{self.outside}: {counted(self.not_planned, 'call')}")
         if self.entry_points.keys() - {"sdpa"}:

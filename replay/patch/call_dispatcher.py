@@ -20,6 +20,7 @@ from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.entry_points.wrapper import FollowedCall
 from capture.hooks.interceptor import Arguments, answer
 from replay.isolation.output_form import malformed
+from replay.kernels.failures import classify
 from replay.kernels.registry import Kernel
 from replay.patch.call_counts import Swap
 from replay.patch.custom_op import costs_reshape, laid_out
@@ -158,10 +159,14 @@ class CallDispatcher:
         refusal = form.refusal
         if refusal is None and isinstance(proceed, FollowedCall):
             refusal = proceed.refusal()
+        if refusal is None:
+            try:
+                output = self._timed(self._attentions[name], _keywords(arguments))
+            except NotImplementedError as error:
+                refusal = form.refusal = classify(error).reason
         if refusal is not None:
             self._count(name, arguments.entry_point, fallback=refusal)
             return self._timed(proceed, {}), form
-        output = self._timed(self._attentions[name], _keywords(arguments))
         output_form: object = None
         if isinstance(output, Tensor):
             output_form = (output.shape, output.stride(), output.dtype, output.device)

@@ -55,6 +55,8 @@ def no_backward(attention: Callable[..., Tensor], keywords: Mapping[str, Any]) -
             found = torch.autograd.grad(
                 output, list(leaves.values()), torch.ones_like(output), allow_unused=True
             )
+        except NotImplementedError as error:
+            return classify(error).reason
         except Exception as error:
             return f"gradients are needed, but its backward pass fails: {classify(error).reason}"
     missing = [name for name, each in zip(needed, found, strict=True) if each is None]

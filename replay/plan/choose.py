@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from replay.plan.cells import Cell, Cost, by_length, by_step, cells_of, cost_of, is_undecided
 from replay.plan.key_lengths import KeyLengths
@@ -21,6 +21,19 @@ from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, TotalError
 from replay.plan.plan_device import measured_on
 from replay.plan.step_ranges import StepRange
 from replay.rows.row import Row
+
+
+class MoreKernels(Protocol):
+    """Kernels for single cells whose times and errors do not come from rows."""
+
+    def kernels(self, cell: Cell) -> Sequence[str]:
+        """Return the names of the kernels for a cell."""
+
+    def cost(self, cell: Cell, kernel: str, budget: Budget) -> Cost | None:
+        """Return the time and error of a kernel at a cell; None if they are those of rows."""
+
+    def scale(self, cell: Cell) -> float:
+        """Return the factor of the error energies that come from rows."""
 
 
 def choose(
@@ -80,6 +93,7 @@ class _Costs:
     costs: list[list[Cost]]
     left_out: dict[str, str]
     device: str
+    more: MoreKernels | None = None
 
     @classmethod
     def of(
@@ -110,16 +124,7 @@ class _Costs:
                 [[own, *filter(is_allowed, others)] for own, *others in self.costs]
             )
             picked = [(cell, cost.choice) for cell, cost in zip(self.cells, chosen, strict=True)]
-            return Plan(
-                self.cells[0].model,
-                self.cells[0].weights,
-                self.budget,
-                self.baseline,
-                _joined(picked, self.budget),
-                self.left_out,
-                self.device,
-                total_error=spent,
-            )
+            return self.plan_of(picked, spent)
 
         # Exclusive kernels matter only if the best plan uses several of them.
         unrestricted = without(())
@@ -132,9 +137,42 @@ class _Costs:
         others = {each: reason for each in conflicting if each != chosen}
         return replace(plans[chosen], left_out=self.left_out | others)
 
+    def plan_of(self, picked: Iterable[Picked], spent: TotalError | None) -> Plan:
+        """Return the plan of these choices."""
+        return Plan(
+            self.cells[0].model,
+            self.cells[0].weights,
+            self.budget,
+            self.baseline,
+            _joined(picked, self.cost),
+            self.left_out,
+            self.device,
+            total_error=spent,
+        )
+
+    def cost(self, cell: Cell, kernel: str) -> Cost:
+        """Return the time and error of a kernel at a cell."""
+        if self.more is None:
+            return cost_of(cell, kernel, self.budget)
+        found = self.more.cost(cell, kernel, self.budget)
+        if found is not None:
+            return found
+        cost = cost_of(cell, kernel, self.budget)
+        return cost._replace(energy=cost.energy * self.more.scale(cell))
+
+
+EnergyAt = Callable[[Cell, str], float]
+"""Function that returns the error energy of a kernel at a cell; NaN if it is not known."""
+
 
 class WithinTotal:
-    """Maker of plans within a total error; the arguments are those of `choose`."""
+    """Maker of plans within a total error; the other arguments are those of `choose`.
+
+    Args:
+        energy_at: error energies to add instead of `replay.plan.cells.error_energy`. They must be 0
+            for the model's own attention.
+        more: kernels to choose from besides those of the rows.
+    """
 
     def __init__(
         self,
@@ -143,9 +181,16 @@ class WithinTotal:
         budget: Budget,
         baseline: str,
         exclusive: Collection[str] = (),
+        energy_at: EnergyAt | None = None,
+        more: MoreKernels | None = None,
     ) -> None:
-        whole = _Costs.of(rows, census, budget, baseline)
-        cells, costs = _split_by_step(whole.cells, budget)
+        whole = replace(_Costs.of(rows, census, budget, baseline), more=more)
+        cells, costs = _split_by_step(whole)
+        if energy_at is not None:
+            costs = [
+                [cost._replace(energy=energy_at(cell, cost.choice.kernel)) for cost in each]
+                for cell, each in zip(cells, costs, strict=True)
+            ]
         self._costs = replace(whole, cells=cells, costs=costs)
         self._exclusive = exclusive
 
@@ -159,27 +204,52 @@ class WithinTotal:
             raise PlanError(f"invalid total error {limit} (must be finite and at least 0)")
         return self._costs.plan(lambda allowed: _within_total(allowed, limit), self._exclusive)
 
+    def plan_with(self, kernels: Mapping[int, str]) -> Plan:
+        """Return the plan with kernels at some cells, by index; others have the model's own."""
+        picked = [
+            (cell, self._costs.cost(cell, kernels.get(at, cell.baseline)).choice)
+            for at, cell in enumerate(self.cells)
+        ]
+        return self._costs.plan_of(picked, None)
+
+    def energy(self, kernels: Mapping[int, str]) -> float:
+        """Return the error energy that kernels add to that of the model's own, by cell."""
+        costs = self._costs
+        return math.fsum(
+            costs.cost(self.cells[at], kernel).energy - _known(costs.costs[at][0].energy)
+            for at, kernel in kernels.items()
+        )
+
+    @property
+    def cells(self) -> list[Cell]:
+        return self._costs.cells
+
     @property
     def own_error(self) -> float:
         """Total error of the model's own attention, as far as its errors are known."""
-        return math.fsum(own.energy for own, *_ in self._costs.costs if math.isfinite(own.energy))
+        return math.fsum(_known(own.energy) for own, *_ in self._costs.costs)
 
 
-def _split_by_step(cells: Iterable[Cell], budget: Budget) -> tuple[list[Cell], list[list[Cost]]]:
+def _known(energy: float) -> float:
+    return energy if math.isfinite(energy) else 0.0
+
+
+def _split_by_step(whole: _Costs) -> tuple[list[Cell], list[list[Cost]]]:
     """Split cells by step, and return the costs at each, with the baseline's first.
 
     Kernels that tie with the baseline are left out where the baseline is within the budget. Times
     are pooled over the steps, so these kernels are the same at all steps.
     """
     parts, costs = [], []
-    for cell in cells:
+    for cell in whole.cells:
         baseline, *others = cell.kernels
         decided = [kernel for kernel in others if not is_undecided(cell, kernel, baseline)]
         for part in by_step(cell):
-            own = cost_of(part, baseline, budget)
+            own = whole.cost(part, baseline)
             kernels = decided if own.choice.inside else others
+            more = whole.more.kernels(part) if whole.more is not None else ()
             parts.append(part)
-            costs.append([own, *(cost_of(part, kernel, budget) for kernel in kernels)])
+            costs.append([own, *(whole.cost(part, kernel) for kernel in (*kernels, *more))])
     return parts, costs
 
 
@@ -206,21 +276,23 @@ def _option(cost: Cost) -> Option:
 
 
 Picked = tuple[Cell, LayerChoice]
+CostOf = Callable[[Cell, str], Cost]
+"""Function that returns the time and error of a kernel at a cell."""
 
 
-def _joined(picked: Iterable[Picked], budget: Budget) -> list[LayerChoice]:
+def _joined(picked: Iterable[Picked], cost: CostOf) -> list[LayerChoice]:
     """Join neighbouring cells with the same kernel: ranges of steps, then of key lengths."""
     by_lengths: list[Picked] = []
     for _, steps in groupby(picked, lambda each: (*_layer(each[1]), each[1].kv_lens)):
         runs = [list(run) for _, run in groupby(steps, lambda each: _alike(each[1]))]
-        by_lengths += [_merged(run, budget, is_whole=len(runs) == 1) for run in runs]
+        by_lengths += [_merged(run, cost, is_whole=len(runs) == 1) for run in runs]
     runs = [
         list(run)
         for _, run in groupby(
             by_lengths, lambda each: (*_layer(each[1]), each[1].steps, _alike(each[1]))
         )
     ]
-    return [_merged(run, budget, is_whole=run[0][1].steps is None)[1] for run in runs]
+    return [_merged(run, cost, is_whole=run[0][1].steps is None)[1] for run in runs]
 
 
 def _layer(choice: LayerChoice) -> tuple[str, str]:
@@ -231,7 +303,7 @@ def _alike(choice: LayerChoice) -> tuple[str, bool]:
     return choice.kernel, choice.inside
 
 
-def _merged(run: Sequence[Picked], budget: Budget, *, is_whole: bool) -> Picked:
+def _merged(run: Sequence[Picked], cost: CostOf, *, is_whole: bool) -> Picked:
     """Merge neighbouring cells into one.
 
     Args:
@@ -250,7 +322,7 @@ def _merged(run: Sequence[Picked], budget: Budget, *, is_whole: bool) -> Picked:
         ),
         steps=None if is_whole or not (first and last) else StepRange(first.first, last.last),
     )
-    return cell, cost_of(cell, run[0][1].kernel, budget).choice
+    return cell, cost(cell, run[0][1].kernel).choice
 
 
 def _device(rows: Iterable[Row]) -> str:

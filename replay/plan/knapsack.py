@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter, itemgetter
@@ -30,6 +30,9 @@ CLOSE = 1e-5
 
 WIDTH = 500
 """Maximum number of partial choices that the search keeps after each cell."""
+
+MOST = 100
+"""Maximum number of choices for a group of cells that are not on convex hulls."""
 
 
 class Option(NamedTuple):
@@ -85,6 +88,35 @@ def solve(cells: Sequence[Sequence[Option]], budget: float) -> Solution:
     return _solution(cells, [point.option for point in chosen], bound)
 
 
+def joint_choices(cells: Sequence[Sequence[Option]]) -> list[list[int]]:
+    """Return choices for a group of cells as indices of options, the most exact first.
+
+    These are all choices that no other one beats in time and energy, if they are at most `MOST`.
+    Otherwise they are the steps along the cells' lower convex hulls, in the order of time saved per
+    energy. Every cell has an option without NaN and infinity.
+    """
+    frontiers = [_frontier(options) for options in cells]
+    partials = [_Partial(0.0, 0.0, 0.0, None)]
+    for frontier in frontiers:
+        partials = _undominated(
+            _Partial(one.energy + point.energy, one.ms + point.ms, 0.0, (point, one.path))
+            for one in partials
+            for point in frontier
+        )
+        if len(partials) > MOST:
+            return _along_hulls(frontiers)
+    return [[point.option for point in _points(partial.path)][::-1] for partial in partials]
+
+
+def _along_hulls(frontiers: Sequence[Sequence[_Point]]) -> list[list[int]]:
+    chosen = [frontier[0].option for frontier in frontiers]
+    found = [list(chosen)]
+    for _, cell, point in _steps(frontiers):
+        chosen[cell] = point.option
+        found.append(list(chosen))
+    return found
+
+
 def _solution(
     cells: Sequence[Sequence[Option]], choices: list[int], bound: float | None
 ) -> Solution:
@@ -134,6 +166,16 @@ def _slope(one: _Point, other: _Point) -> float:
     return (one.ms - other.ms) / (other.energy - one.energy)
 
 
+def _steps(frontiers: Sequence[Sequence[_Point]]) -> list[tuple[float, int, _Point]]:
+    """Return the steps along the cells' hulls as slope, cell and point, the steepest first."""
+    steps = [
+        (_slope(one, other), cell, other)
+        for cell, frontier in enumerate(frontiers)
+        for one, other in itertools.pairwise(_hull(frontier))
+    ]
+    return sorted(steps, key=lambda step: (-step[0], step[1]))
+
+
 def _relaxed(
     frontiers: Sequence[Sequence[_Point]], limit: float
 ) -> tuple[list[_Point], float, float]:
@@ -143,12 +185,7 @@ def _relaxed(
         The point of each cell; the bound in milliseconds; and the price of energy, in milliseconds
         for each unit of energy, which is 0 if all steps fit.
     """
-    steps = []
-    for cell, frontier in enumerate(frontiers):
-        hull = _hull(frontier)
-        for one, other in itertools.pairwise(hull):
-            steps.append((_slope(one, other), cell, other))
-    steps.sort(key=lambda step: (-step[0], step[1]))
+    steps = _steps(frontiers)
     chosen = [frontier[0] for frontier in frontiers]
     energy = math.fsum(point.energy for point in chosen)
     bound, price = None, 0.0
@@ -225,11 +262,17 @@ def _searched(
     fastest = min(partials, key=attrgetter("ms"), default=None)
     if fastest is None or fastest.ms >= best_ms:
         return known, is_complete
-    chosen, path = list(known), fastest.path
-    for _, cell, _ in reversed(options):
-        assert path is not None
-        chosen[cell], path = path
+    chosen = list(known)
+    for (_, cell, _), point in zip(reversed(options), _points(fastest.path), strict=True):
+        chosen[cell] = point
     return chosen, is_complete
+
+
+def _points(path: _Path) -> Iterator[_Point]:
+    """Yield the points of a path, last first."""
+    while path is not None:
+        point, path = path
+        yield point
 
 
 def _undominated(partials: Iterable[_Partial]) -> list[_Partial]:

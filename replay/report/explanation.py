@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from capture.text.counted import counted
 from replay.end_to_end.predicted_times import NOTABLE, RUN, PredictedTime
 from replay.end_to_end.reasons import in_ms, suspects
 from replay.end_to_end.time_breakdown import TimeBreakdown, break_down, main_phase, refusals
@@ -21,6 +22,15 @@ SPANS = {
     RUN: "one full run, from prompt to output",
 }
 """Parts of a run whose times are measured and predicted, with their descriptions."""
+
+
+def span_name(span: str, steps: int) -> str:
+    """Describe a span of a run with a number of training steps, or with none."""
+    if steps and span == RUN:
+        return f"one full run of {counted(steps, 'training step')}"
+    return SPANS.get(span, span)
+
+
 NEGLIGIBLE = 5e-4
 """Minimum loss, as a share of the time, that a sentence reports."""
 
@@ -33,7 +43,7 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
     """
     phase = phase or main_phase(checked)
     found = break_down(checked, phase)
-    title = f"{checked.kernel} in {checked.model}, {SPANS.get(phase, phase)}"
+    title = f"{checked.kernel} in {checked.model}, {span_name(phase, checked.steps)}"
     if isinstance(found, str):
         return f"{title}: {found}."
     predicted = checked.predicted(phase)
@@ -48,7 +58,7 @@ def most_disappointing(checks: Sequence[ModelResult]) -> ModelResult | None:
     """
     worst, most = None, NOTABLE
     for checked in checks:
-        found = break_down(checked, main_phase(checked))
+        found = "wrong" if checked.wrong else break_down(checked, main_phase(checked))
         if isinstance(found, TimeBreakdown) and found.core_speedup > 1:
             lost = (found.after - found.alone) / found.before
             if lost > most:

@@ -114,9 +114,6 @@ class Matrix:
         rows = (row for kind in self.kinds for row in kind.rows.get(kernel, ()))
         return all(row.status == "unavailable" for row in rows)
 
-    def is_quantised(self, kernel: KernelId) -> bool:
-        return self.class_of(kernel) == "quantised"
-
 
 def matrix(rows: Sequence[Row]) -> Matrix:
     """Summarise the rows of a replay; rows of unreadable calls are left out."""

@@ -13,9 +13,11 @@ from capture.text.printable import printable
 from replay.end_to_end import drift
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.predicted_times import RUN, PredictedTime
-from replay.end_to_end.reasons import reasons
+from replay.end_to_end.prediction import NO_BACKWARD
+from replay.end_to_end.reasons import is_off
+from replay.end_to_end.time_breakdown import main_phase
 from replay.report.cells import interval_text, model_speedup_text
-from replay.report.explanation import SPANS, explanation, most_disappointing
+from replay.report.explanation import explanation, most_disappointing, span_name
 from replay.report.fitted import FittedTable
 from replay.report.groups import names_by_sentence
 
@@ -42,7 +44,8 @@ def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
     console.print(Text(printable(f"weights: {own.weights}"), style="dim"))
     for span in own.measured:
         predictions = [each.predicted(span) for each in others]
-        console.print(_title(span, next((each for each in predictions if each), None)))
+        predicted = next((each for each in predictions if each), None)
+        console.print(_title(span_name(span, own.steps), predicted))
         console.print(_span(span, own, others))
         console.print()
     if others:
@@ -52,21 +55,25 @@ def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
     for note in (
         *_unpredicted(others),
         *filter(None, [own.short_census]),
+        *(f"✗ {each.kernel} trains wrongly: {each.wrong}" for each in others if each.wrong),
         *(note for each in others for note in _notes(each, own)),
     ):
         console.print(Text(printable(note), style="yellow"))
     console.print(Text(LEGEND, style="dim"))
-    if (worst := most_disappointing(others)) is not None:
-        console.print()
-        console.print(Text(printable(explanation(worst))))
+    worst = most_disappointing(others)
+    for each in others:
+        if each is worst or (not each.wrong and is_off(each, main_phase(each))):
+            console.print()
+            console.print(Text(printable(explanation(each))))
     console.print()
 
 
-def _title(span: str, predicted: PredictedTime | None) -> Text:
+def _title(name: str, predicted: PredictedTime | None) -> Text:
     """Name the span and the share of it that attention takes according to the replay."""
-    parts = [SPANS.get(span, span)]
+    parts = [name]
     if predicted is not None:
-        least = "at least " if predicted.not_recorded else ""
+        is_least = predicted.not_recorded or predicted.reason == NO_BACKWARD
+        least = "at least " if is_least else ""
         parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
         if predicted.waiting_share:
             parts.append(f"GPU waits for the host {100 * predicted.waiting_share:.0f} %")
@@ -77,14 +84,16 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
     measured = own.measured[span]
     in_seconds = measured.seconds >= 1
     has_tokens = measured.tokens_per_second is not None
-    headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens]
+    steps = own.steps if span == RUN else 0
+    headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens, *["ms/step"] * bool(steps)]
     table = FittedTable("kernel")
     for heading in (*headings, "predicted", "measured", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
 
     def times(found: MeasuredSpan) -> list[str]:
         cells = [f"{found.seconds * (1 if in_seconds else 1000):.4g}"]
-        return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
+        cells += [f"{found.tokens_per_second:.4g}"] if has_tokens else []
+        return cells + ([f"{1000 * found.seconds / steps:.4g}"] if steps else [])
 
     table.add_row(Text(own.kernel), *times(measured), "", "", "")
     for checked in others:
@@ -117,7 +126,11 @@ def _outcome(others: Sequence[ModelResult]) -> Table:
         if has_memory:
             cells.append(f"{(checked.peak_bytes or 0) / 1e9:.2f}")
         differs = "\n".join(drift.cells(checked.drift)) or "nothing to compare"
-        table.add_row(Text(checked.kernel), *cells, Text(differs))
+        if checked.foretold is not None:
+            differs += f"\nforetold: {checked.foretold}"
+        style = "red" if checked.wrong else ""
+        mark = "✗ trains wrongly\n" if checked.wrong else ""
+        table.add_row(Text(checked.kernel, style), *cells, Text(mark + differs, style))
     return table
 
 
@@ -127,6 +140,7 @@ def _unpredicted(others: Sequence[ModelResult]) -> list[str]:
         (checked.kernel, reason)
         for checked in others
         if (reason := checked.unpredicted or (checked.prediction and checked.prediction.run.reason))
+        and not checked.wrong
     )
     return [f"not predicted: {names}: {reason}" for reason, names in found.items()]
 
@@ -155,13 +169,6 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
         notes.append(f"{checked.kernel}: {own_calls} left to the model's own attention")
     if checked.missing:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
-    # Omit repeated reasons: that for the whole run is often that for one of its phases.
-    seen: set[str] = set()
-    for span in checked.measured:
-        fresh = [each for each in reasons(checked, span) if each not in seen]
-        seen.update(fresh)
-        where = "full run" if span == RUN else span
-        notes += [f"{checked.kernel}, {where}: {each}" for each in fresh]
     return notes
 
 

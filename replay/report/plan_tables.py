@@ -12,6 +12,7 @@ from rich.text import Text
 from capture.call.head_ranges import ranges
 from capture.text.counted import counted
 from capture.text.printable import printable
+from replay.kernels.kernel_names import shortened
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Budget, LayerChoice, Plan, TotalError
 from replay.plan.step_ranges import StepRange
@@ -51,7 +52,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
                 for cell in (
                     _at_dots(name, NAME_WIDTH) or "(no module)",
                     printable(", ".join(calls)),
-                    first.kernel,
+                    shortened(first.kernel),
                     _mean_ms(choices, lambda choice: choice.time_ms),
                     _mean_ms(choices, lambda choice: choice.baseline_ms),
                     f"{sum(choice.saved_ms for choice in choices):.4g}",
@@ -101,7 +102,7 @@ def _merged(
 
 def _kind(choice: LayerChoice, divided: Collection[tuple[str, str]]) -> tuple[object, ...]:
     ranges = _ranges(choice, divided)
-    return (choice.phase, choice.kernel, choice.covered, choice.inside, *ranges)
+    return (choice.phase, shortened(choice.kernel), choice.covered, choice.inside, *ranges)
 
 
 def _ranges(
@@ -165,7 +166,9 @@ def _figure(figure: float, budget: Budget) -> str:
 
 
 def _total(plan: Plan) -> Text:
-    used = Counter(kernel for kernel, *_ in {(each.kernel, _layer(each)) for each in plan.choices})
+    used = Counter(
+        kernel for kernel, *_ in {(shortened(each.kernel), _layer(each)) for each in plan.choices}
+    )
     counts = ", ".join(f"{kernel} at {count}" for kernel, count in used.most_common())
     layers = len({_layer(choice) for choice in plan.choices})
     return Text(

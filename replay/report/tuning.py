@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from replay.kernels.kernel_names import shortened
 from replay.plan.plan import LayerChoice, Plan
 from replay.plan.step_ranges import StepRange
 from replay.report.cells import speedup_text
@@ -40,7 +41,7 @@ def used_kernels(plan: Plan) -> str:
     used: dict[str, list[LayerChoice]] = {}
     for each in plan.choices:
         if each.kernel != (each.baseline or plan.baseline):
-            used.setdefault(each.kernel, []).append(each)
+            used.setdefault(shortened(each.kernel), []).append(each)
     places = {
         kernel: len({(each.module, each.phase) for each in choices})
         for kernel, choices in used.items()

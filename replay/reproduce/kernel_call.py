@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from capture.call.strides import narrow_expanded
 from replay.bench.forms import Forms
 from replay.isolation.inputs import aliases
 from replay.kernels.declared_arguments import passed
@@ -74,7 +75,9 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         arguments.append(f"{prefix}{name}" if name in recorded else f'{prefix}stored["{name}"]')
     if kernel.chosen is not None:
         with torch.no_grad():
-            stored["chosen"] = kernel.chosen(form).cpu().contiguous()
+            chosen = kernel.chosen(form).cpu()
+        stored["chosen"] = narrow_expanded(chosen).contiguous()
+        stored["chosen_sizes"] = torch.tensor(chosen.shape)  # files keep no expanded dimensions
     save_file(stored, request["stored"])
     say(call=asdict(_source(kernel, function, adapter, arguments)))
 

@@ -69,7 +69,7 @@ def _write_expected(
     outcome, tensors = shown.outcome, load_file(stored)
     chosen = tensors.pop("chosen", None)
     if chosen is not None:
-        chosen = chosen.to(shown.device)
+        chosen = chosen.to(shown.device).expand(*tensors.pop("chosen_sizes").tolist())
     expected = Expected.of(shown.call.to(shown.device), chosen)
     tensors["output"] = expected.reference
     constants: dict[str, float] = {}

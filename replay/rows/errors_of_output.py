@@ -116,6 +116,8 @@ class GradientErrors:
     ]
     relative_l1: Annotated[float, "Σ|gradient - reference| / Σ|reference|"]
     max_abs: Annotated[float, "largest absolute error"]
+    where: Where | None = None
+    """Places of the errors of a wrong gradient, of dK and dV by ranges of keys; only in JSON."""
 
 
 def _of_gradient(name: str) -> tuple[Column, ...]:

@@ -15,17 +15,6 @@ FEW_ROUNDS = 10
 OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts", "same"]
 """Rule by which a table cell combines the values of several calls."""
 
-OVER_CALLS: dict[OverCalls, str] = {
-    "median": "the median of the calls",
-    "range": "the median of the calls",
-    "lowest": "the worst of the calls",
-    "highest": "the worst of the calls",
-    "pooled": "all rounds of all calls together",
-    "counts": "the number of calls with each verdict",
-    "same": "the same for every call",
-}
-"""Description of each rule for readers of tables."""
-
 
 class Column(NamedTuple):
     """Column of a table that shows a field."""

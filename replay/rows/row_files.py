@@ -38,9 +38,6 @@ T = TypeVar("T")
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a cell that make a spreadsheet evaluate it."""
 
-EARLIER_VERDICT = "ambiguous"
-"""Word for `inconclusive` in files of earlier versions."""
-
 BEGINNING = '{"schema": '
 """Beginning of every line that `write_jsonl` writes."""
 
@@ -120,7 +117,7 @@ def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, tuple):
         for part in value:
             yield from _numbers(part)
-    else:
+    elif isinstance(value, int | float):
         yield value
 
 
@@ -139,8 +136,6 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     kind, options = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return _one_of(options, value, name)
-    if kind is Literal and value == EARLIER_VERDICT:
-        value = "inconclusive"
     if kind is Literal and value not in options:
         raise ValueError(f"{name} is {shown(value)}")
     if kind is dict:

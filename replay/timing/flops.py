@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.block_mask import is_block_mask, rows_of
 from capture.call.strides import narrow_expanded
 
 ROWS_AT_A_TIME = 256
@@ -30,7 +31,7 @@ def valid_pairs(call: AttentionCall) -> int:
         return 0  # without keys, a mask has at most one entry, and no pair
     restricts = call.is_causal or bool(call.features)
     if call.attn_mask is not None:
-        if restricts:
+        if restricts or is_block_mask(call.attn_mask):
             return _pairs_in_mask_and_spans(call, call.attn_mask)
         return _pairs_in_mask(call, call.attn_mask)
     if call.is_causal and not call.features:
@@ -103,13 +104,17 @@ def _pairs_in_mask(call: AttentionCall, attn_mask: Tensor) -> int:
 
 def _pairs_in_mask_and_spans(call: AttentionCall, attn_mask: Tensor) -> int:
     shape, (first, end) = call.shape, call.key_ranges
-    mask = narrow_expanded(attn_mask)
+    is_of_blocks = is_block_mask(attn_mask)
+    mask = attn_mask if is_of_blocks else narrow_expanded(attn_mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     position = torch.arange(shape.kv_len, device=mask.device)
     pairs = 0
     for rows in torch.arange(shape.q_len, device=mask.device).split(ROWS_AT_A_TIME):
         inside = (position >= first[:, rows, None]) & (position < end[:, rows, None])
-        allowed = _allowed(mask if mask.shape[2] == 1 else mask[:, :, rows])
+        if is_of_blocks:
+            allowed = rows_of(mask, rows, shape.kv_len)
+        else:
+            allowed = _allowed(mask if mask.shape[2] == 1 else mask[:, :, rows])
         pairs += int((allowed & inside[:, None]).count_nonzero())
     counted = max(mask.shape[0], first.shape[0]) * mask.shape[1]
     return pairs * (shape.batch * shape.q_heads // counted)

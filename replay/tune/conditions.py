@@ -35,6 +35,8 @@ def conditions(
     quality: str,
     kernels: str | None,
     prompts: Sequence[str],
+    *,
+    is_sparse: bool = False,
 ) -> dict[str, str]:
     """Return the conditions of a tuning by name, as texts that can be compared.
 
@@ -44,6 +46,7 @@ def conditions(
         kernels: comma-separated names and globs of the kernels to choose from; None for the
             default kernels.
         prompts: prompts, or other texts that stand for them.
+        is_sparse: True if block-sparse attention could be chosen.
 
     Raises:
         KernelNameError: a name or glob matches no kernel.
@@ -51,7 +54,8 @@ def conditions(
     chosen = select(kernels)[0]
     return {
         "quality budget": quality,
-        "choice of kernels": f"{len(chosen)}, {_digest(*sorted(each.name for each in chosen))}",
+        "choice of kernels": f"{len(chosen)}, {_digest(*sorted(each.name for each in chosen))}"
+        + ", and sparse" * is_sparse,
         "judged prompts": f"{len(prompts)}, {_digest(*prompts)}" if prompts else "none",
         **_of_model(roots),
         **_of_calls(census),

@@ -4,6 +4,7 @@ DIR/lock              locked while a tuning runs
 DIR/settings.json     the request that the directory belongs to
 DIR/recording/        the recorded calls
 DIR/rows.jsonl        the rows of the calls
+DIR/sparsity.json     errors of sparse attention on the recorded calls
 DIR/trials.jsonl      the judged plans, one a line
 DIR/plan.json         the last plan that was measured in the model
 DIR/checks.jsonl      the model's own attention and the plan, measured side by side
@@ -46,6 +47,7 @@ class TuningDirectory:
         self._settings = dict(settings)
         self.recording = self.path / "recording"
         self.rows = self.path / "rows.jsonl"
+        self.sparsity = self.path / "sparsity.json"
         self.plan = self.path / "plan.json"
         self.checks = self.path / "checks.jsonl"
         self._trials = self.path / "trials.jsonl"
@@ -60,7 +62,7 @@ class TuningDirectory:
             TuningError: another tuning holds the lock, the directory belongs to another request, or
                 it is not writable.
         """
-        with self._writing(), no_empty_directory(self.path):
+        with self.writing(), no_empty_directory(self.path):
             possible(self.path).mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -104,6 +106,10 @@ class TuningDirectory:
                     found[key] = quality, str(data["reason"])  # type: ignore[index]
         return found
 
+    def sketch(self, fingerprint: str) -> Path:
+        """Return the file of the sketch of a model whose outputs have this digest."""
+        return self.path / f"sketch-{fingerprint[:16]}.safetensors"
+
     def add(self, trial: Trial, metric: str, fingerprint: str) -> None:
         """Note a plan that was judged by a metric, against outputs with this digest."""
         figures = None if trial.quality is None else [str(each) for each in trial.quality.figures]
@@ -124,11 +130,16 @@ class TuningDirectory:
         Raises:
             TuningError: the file cannot be written, for example to a full disk.
         """
-        with self._writing(), path.open(mode, encoding="utf-8") as file:
+        with self.writing(), path.open(mode, encoding="utf-8") as file:
             yield file
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Report that a file cannot be written in the `with` block.
+
+        Raises:
+            TuningError: it cannot be written.
+        """
         try:
             yield
         except OSError as error:
@@ -142,7 +153,7 @@ class TuningDirectory:
         try:
             before = parsed(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            with self._writing(), replacing(path) as file:
+            with self.writing(), replacing(path) as file:
                 file.write(json.dumps(self._settings, indent=1))
             return
         except ValueError:

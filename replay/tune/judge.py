@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attention_replay.errors import Error
 from capture.errors import described
 from replay.kernels.failures import classify
+from replay.kernels.kernel_names import shortened
 from replay.patch.use_kernel import use_plan
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.plan import Plan
@@ -145,7 +146,8 @@ class Judge:
                     other_lengths.append(swap.other_lengths)
                 return result
 
-            output = self._output(", ".join(plan.kernels), planned)
+            what = ", ".join(dict.fromkeys(map(shortened, plan.kernels)))
+            output = self._output(what, planned)
             figures.append(self._budget.figure(baseline, output))
         others = None
         if other_lengths:

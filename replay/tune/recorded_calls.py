@@ -17,7 +17,7 @@ SHARE = 0.5
 """Share of the free disk that a recording may take before fewer steps are recorded."""
 
 
-def chosen_steps(census: Mapping[str, Any], free: int) -> list[int]:
+def chosen_steps(census: Mapping[str, Any], free: int, most: int | None = None) -> list[int]:
     """Return the denoising steps to record: the middle of each equal part of all steps.
 
     Of two middle steps it is the earlier, as `replay.plan.cells.by_step` expects.
@@ -25,6 +25,7 @@ def chosen_steps(census: Mapping[str, Any], free: int) -> list[int]:
     Args:
         census: census of a run, as `capture.hooks.census.Census.to_json` writes it.
         free: bytes that are free on the disk.
+        most: largest number of calls of these steps; None for no limit.
 
     Returns:
         As many steps as fit, at most `PARTS`, and at least one; empty if the model does not
@@ -37,7 +38,8 @@ def chosen_steps(census: Mapping[str, Any], free: int) -> list[int]:
     number = max(row["last_step"] for row in rows) + 1 - first
     for parts in range(min(PARTS, number), 0, -1):
         steps = [first + (number * (2 * part + 1) - 1) // (2 * parts) for part in range(parts)]
-        if size(census, steps)[1] <= SHARE * free:
+        calls, _ = size({**census, "rows": rows}, steps)
+        if size(census, steps)[1] <= SHARE * free and (most is None or calls <= most):
             break
     return steps
 

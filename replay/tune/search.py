@@ -1,8 +1,8 @@
 """Search for the fastest plans whose output stays within a quality budget.
 
-A planner turns a limit on the error of attention into a plan: the larger the limit, the faster the
-plan and, on the whole, the worse the output. The limit is bisected. The output of every candidate
-is judged in the real model, because no error of single calls foretells it.
+A planner turns a limit on the foretold error of the output, or else on the errors of single calls,
+into a plan: the larger the limit, the faster the plan and, on the whole, the worse the output. The
+limit is bisected. The output of every candidate is judged in the real model.
 """
 
 from __future__ import annotations

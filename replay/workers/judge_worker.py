@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
+from capture.call.strides import copy_with_strides
 from capture.storage.json_data import typed
 from replay.bench.settings import Settings
 from replay.isolation.block import LEAST_CALLS, most_calls, null_seconds
@@ -103,7 +104,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     else:
         kernel, accuracy_class, choices = request["kernel"], request["accuracy_class"], None
         if accuracy_class == "sparse":
-            keys = inbox.view(request["handed"])["chosen"].to(settings.device, copy=True)
+            keys = copy_with_strides(inbox.view(request["handed"])["chosen"], settings.device)
             choices = [(request["number"], keys)]
         outputs = list(_block["outputs"])
         wrong = judge.judge_block(

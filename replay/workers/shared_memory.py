@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.call.strides import copy_with_strides, narrow_expanded
 from capture.storage.header import dtype_name
 
 ALIGNMENT = 64
@@ -34,7 +35,10 @@ class Outbox:
         self._file = _MappedFile(file, device)
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Copy tensors of any strides to the file; return the message for `Inbox.take`."""
+        """Copy tensors of any strides to the file; return the message for `Inbox.take`.
+
+        Expanded (stride 0) dimensions are stored once, and expanded by the reader.
+        """
         return self.reserve({}, tensors)[0]
 
     def reserve(
@@ -49,16 +53,18 @@ class Outbox:
         Returns:
             The message for `Inbox.take`, and the reserved tensors, which share the file's memory.
         """
-        all_wanted = wanted | {name: (each.dtype, [*each.shape]) for name, each in tensors.items()}
+        stored = {name: narrow_expanded(each) for name, each in tensors.items()}
+        all_wanted = wanted | {name: (each.dtype, [*each.shape]) for name, each in stored.items()}
         described: dict[str, list[Any]] = {}
         end = 0
         for name, (dtype, shape) in all_wanted.items():
             described[name] = [dtype_name(dtype), shape, end]
             end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._file.grow(end)
-        for name, tensor in tensors.items():
+        for name, tensor in stored.items():
             self._file.tensor(*described[name]).copy_(tensor)
-        message = {"bytes": end, "tensors": described}
+        sizes = {name: [*each.shape] for name, each in tensors.items()}
+        message = {"bytes": end, "tensors": described, "sizes": sizes}
         return message, {name: self._file.tensor(*described[name]) for name in wanted}
 
 
@@ -77,12 +83,14 @@ class Inbox:
     def take(self, message: dict[str, Any]) -> dict[str, Tensor]:
         """Return copies of the tensors that `Outbox.put` described."""
         views = self.view(message)
-        return {name: view.to(self._device, copy=True) for name, view in views.items()}
+        return {name: copy_with_strides(view, self._device) for name, view in views.items()}
 
     def view(self, message: dict[str, Any]) -> dict[str, Tensor]:
         """Return the tensors that `Outbox.put` described, which share the file's memory."""
         self._file.map(message["bytes"])
-        return {name: self._file.tensor(*entry) for name, entry in message["tensors"].items()}
+        stored = {name: self._file.tensor(*entry) for name, entry in message["tensors"].items()}
+        sizes = message["sizes"]
+        return {name: each.expand(sizes.get(name, each.shape)) for name, each in stored.items()}
 
 
 class _MappedFile:

@@ -6,6 +6,7 @@ import sys
 from graphlib import TopologicalSorter
 
 import attention_kernels
+from tests.gpu.attention_kernels import test_public_functions
 from tests.test_architecture import import_graph, imports
 
 WITHOUT_TRITON = """
@@ -62,11 +63,15 @@ def test_public_names_stay_functions() -> None:
     assert sorted(attention_kernels._MODULES) == sorted(attention_kernels.__all__)
 
 
+def test_gpu_tests_call_every_public_function() -> None:
+    test_public_functions.test_every_public_name_is_called()
+
+
 def test_each_kernel_is_refused_by_name_without_triton() -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True
     )
     lines = run.stdout.splitlines()
-    plain = {"PLAIN", "AttentionOptions", "register"}
+    plain = {"PLAIN", "AttentionOptions", "BlockPolicy", "kept_blocks", "register"}
     names = [name for name in attention_kernels.__all__ if name not in plain]
     assert lines == [f"attention_kernels.{name} needs Triton: pip install triton" for name in names]

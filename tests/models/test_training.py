@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import models
+from models.training import FIRST_GRADIENT, SAMPLED, Steps
 
 from .test_userfunction import write
 
@@ -62,6 +63,8 @@ def test_gradient_norm_is_that_of_all_optimisers(tmp_path: Path) -> None:
     assert found["loss"].tolist() == [pytest.approx(loss.item())]
     assert len(found["grad_norm"]) == 3
     assert float(found["grad_norm"][0]) == pytest.approx(float(norm), rel=1e-6)
+    for (name, _), gradient in zip(root.named_parameters(), gradients, strict=True):
+        assert torch.allclose(found[f"{FIRST_GRADIENT}{name}"], gradient.flatten())
     own = runnable(tmp_path, result="{'loss': loss, 'grad_norm': 2}")
     assert own.outputs(own.run()).tensors["grad_norm"].tolist() == [2]
 
@@ -74,3 +77,12 @@ def test_a_run_without_its_loss_or_gradients_is_refused(tmp_path: Path) -> None:
     text = TRAINS.format(step="pass", loss="loss", result="losses").replace("@torch.enable", "#")
     with pytest.raises(models.ModelError, match=r"train inside `with torch.enable_grad\(\):`"):
         models.load(write(tmp_path, text)).run()
+
+
+def test_sample_of_a_large_gradient_has_its_norm() -> None:
+    large = torch.nn.Parameter(torch.zeros(100, 100))
+    large.grad = torch.ones(100, 100)
+    steps = Steps({}, {large: "large"})
+    assert float(steps.square([large], is_first=True)) == pytest.approx(1e4)
+    assert SAMPLED <= len(steps.first["large"]) < 2 * SAMPLED
+    assert float(steps.first["large"].norm()) == pytest.approx(100.0)

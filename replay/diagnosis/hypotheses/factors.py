@@ -163,21 +163,9 @@ class _Distance(NamedTuple):
 
 
 def _refined(distance: _Distance, near: float) -> float:
-    """Return the best number within a step of `near`, to a tenth of `SAME`.
-
-    The method is a golden-section search over the number's logarithm.
-    """
-    ratio = (math.sqrt(5) - 1) / 2
-    low, high = -math.log(STEP), math.log(STEP)
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    of_left, of_right = (distance(near * math.exp(each)) for each in (left, right))
-    while high - low > SAME / 10:
-        if of_left < of_right:
-            high, right, of_right = right, left, of_left
-            left = high - ratio * (high - low)
-            of_left = distance(near * math.exp(left))
-        else:
-            low, left, of_left = left, right, of_right
-            right = low + ratio * (high - low)
-            of_right = distance(near * math.exp(right))
-    return near * math.exp((low + high) / 2)
+    """Return the best number within a step of `near`, to a tenth of `SAME`."""
+    step = STEP
+    while step > 1 + SAME / 10:
+        step = math.sqrt(step)
+        near = min((near / step, near, near * step), key=distance.__call__)
+    return near

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.per_head import PER_HEAD
+from replay.accuracy.gradient_causes import reread
 from replay.accuracy.reference import attention
 from replay.diagnosis.derived import HeadRows, can_be_gathered, part
 from replay.diagnosis.subject import Evidence, Subject
@@ -90,7 +91,7 @@ def _layouts(call: AttentionCall, place: HeadRows) -> Iterator[_Layout]:
         ),
     }
     for names, order in [((), ""), *itertools.product(TENSORS, ORDERS)]:
-        read = {name: _reread(getattr(call, name), order) for name in names}
+        read = {name: reread(getattr(call, name), order) for name in names}
         other = replace(call.with_tensors(read), output=None)
         what = f"the memory of {' and '.join(names)} is read as {order}" if names else ""
         for where, (of_heads, of_rows) in written.items():
@@ -116,11 +117,3 @@ def _repacked(call: AttentionCall) -> Iterator[tuple[str, AttentionCall]]:
             other = call.with_tensors(dict(zip(names, parts, strict=True)))
             what = f"{' and '.join(names)} are packed as {given} and read as {read}"
             yield what, replace(other, output=None)
-
-
-def _reread(tensor: Tensor, order: str) -> Tensor:
-    """Return the tensor (B, H, S, D) with its memory read in another order."""
-    batch, heads, length, dim = tensor.shape
-    if order == ORDERS[0]:
-        return tensor.reshape(batch, length, heads, dim).transpose(1, 2)
-    return tensor.transpose(1, 2).reshape(batch, heads, length, dim)

@@ -31,6 +31,9 @@ from replay.diagnosis.hypotheses.factors import wrong_factor
 from replay.diagnosis.hypotheses.others import other_heads, other_sequences
 from replay.diagnosis.subject import Evidence, Reading, Subject
 
+MOST_MASKS = 256
+"""Maximum number of heads whose masks are tried for another head."""
+
 
 def misread(subject: Subject) -> Evidence | None:
     """Find the reading that explains the output."""
@@ -213,23 +216,16 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
     """Yield masks of other heads and batch elements, taken from all masks (B, Hq, Sq, Sk)."""
-    batch, head, _ = place
     batches, heads = full.shape[:2]
-    if heads > 1:
-        yield "the mask of the first head is read for all heads", full[batch, 0]
-        yield "the mask is read for the previous head", full[batch, head - 1]
-        yield "the mask is read for the next head", full[batch, (head + 1) % heads]
-        yield "the masks of the heads are read in reverse", full[batch, heads - 1 - head]
-        yield "the masks of the heads are read as those of the batch", full[0, batch % heads]
-    if batches > 1:
-        yield "the mask of the first batch is read for all", full[0, head]
-        yield "the mask is read for the previous batch", full[batch - 1, head]
-        yield "the mask is read for the next batch", full[(batch + 1) % batches, head]
-        yield "the masks of the batch are read as those of the heads", full[head % batches, 0]
-    if batches > 1 and heads > 1:
-        index = batch * heads + head
-        swapped = full[index % batches, index // batches % heads]
-        yield "the masks of batch and heads are read in swapped order", swapped
+    # An expanded mask has the same values for all.
+    others = itertools.product(
+        range(batches) if full.stride(0) else [place.batch],
+        range(heads) if full.stride(1) else [place.head],
+    )
+    for batch, head in itertools.islice(others, MOST_MASKS):
+        if (batch, head) != place[:2]:
+            where = f"batch element {batch}, head {head}" if batches > 1 else f"head {head}"
+            yield f"the mask of {where} is read for head {place.head}", full[batch, head]
 
 
 def _multiplied(subject: Subject) -> Evidence | None:

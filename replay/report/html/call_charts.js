@@ -76,14 +76,12 @@ function tradeoff(kind, domain, speeds) {
 // The chosen kernel on every recorded call of the chosen model and phase.
 function layerCells() {
   const { model, phase } = data.groups[state.kind];
-  const path = `accuracy.reference.${data.metric}`;
   const cells = rowsWhere((at) => column("call.model")[at] === model && column("call.phase")[at] === phase && column("call.module")[at] && column("name")[at] === state.kernel).map((at) => {
-    const [figure, noise, verdict] = [column(path)[at], column("noise")[at], column("speedup.verdict")[at]];
-    const error = figure === null ? null : data.metric === "cosine" ? Math.max(1 - figure, 0) : figure;
+    const [of, error, noise, verdict] = ["of", "error", "noise", "speedup.verdict"].map((path) => column(path)[at]);
     return {
       at, kernel: state.kernel, kind: column("group")[at], layer: column("call.module")[at], step: column("call.step")[at], index: column("call.call_index")[at],
-      status: column("status")[at], error, units: ofTolerance(at),
-      errorDiffers: !isCorrect(at) || error > 2 * (noise ?? 0),
+      status: column("status")[at], of, error, units: ofTolerance(at),
+      errorDiffers: !isCorrect(at) || (of === "output" && error > 2 * (noise ?? 0)),
       ratio: isCorrect(at) ? column("speedup.ratio")[at] : null, low: column("speedup.low")[at], high: column("speedup.high")[at], speedDiffers: ["fast", "slow"].includes(verdict),
     };
   });
@@ -107,23 +105,34 @@ function betweenCommon(paths) {
   return parts.map((each) => each.join("."));
 }
 
+// Vertical axis with a line for each layer, in the given order, by short names.
+function layerAxis(values, layers) {
+  const [shorter, most] = [betweenCommon(layers), narrow() ? 20 : 28];
+  for (const value of values) value.shortLayer = shorter[layers.indexOf(value.layer)];
+  return { field: "shortLayer", type: "nominal", sort: shorter, title: null, axis: { labelLimit: narrow() ? 150 : 200, labelFontSize: 11, labelExpr: `length(datum.value) > ${most} ? '…' + slice(datum.value, ${1 - most}) : datum.value` } };
+}
+
+// Text that is legible on a cell of any colour.
+function outlined(encoding) {
+  const { page, text } = colours();
+  return [{ color: page, stroke: page, strokeWidth: 2.5, strokeJoin: "round" }, { color: text }].map((mark) => ({ mark: { type: "text", fontSize: 10, ...mark }, encoding }));
+}
+
+const heat = () => ({ name: DARK.matches ? "plasma" : "yelloworangered", extent: DARK.matches ? [0.2, 1] : [0.1, 0.85] });
+
 // One line of cells for each layer, a cell for each recorded step, grey where nothing is certain.
 function strip(values, field, differs, title, without, scale, tooltip) {
   if (!values.length) return null;
   const layers = [...new Set(values.map((cell) => cell.layer))].sort(natural);
   const longest = Math.max(...values.map((cell) => cell.order));
-  const [shorter, most] = [betweenCommon(layers), narrow() ? 20 : 28];
-  for (const value of values) value.shortLayer = shorter[layers.indexOf(value.layer)];
-  const position = { x: { field: "order", type: "ordinal", title: "recorded steps, in order", axis: { labels: false, ticks: false } }, y: { field: "shortLayer", type: "nominal", sort: shorter, title: null, axis: { labelLimit: narrow() ? 150 : 200, labelFontSize: 11, labelExpr: `length(datum.value) > ${most} ? '…' + slice(datum.value, ${1 - most}) : datum.value` } } };
+  const position = { x: { field: "order", type: "ordinal", title: "recorded steps, in order", axis: { labels: false, ticks: false } }, y: layerAxis(values, layers) };
   const some = values.some((cell) => cell[differs]);
   const layer = [{
     mark: { type: "rect", invalid: null, stroke: colours().page, strokeWidth: 2, cursor: "pointer" },
     encoding: { ...position, tooltip,
       color: some ? { condition: [{ test: `!datum.${differs}`, value: colours().grey }, { test: `!isValid(datum.${field})`, value: colours().text }], field, type: "quantitative", scale, legend: { title: null, format: ".2~f", gradientLength: 140, orient: "top" } } : { value: colours().grey } },
   }];
-  const step = (mark) => ({ mark: { type: "text", fontSize: 10, ...mark }, encoding: { ...position, text: { field: "step" } } });
-  const { page, text } = colours();
-  if (longest <= (narrow() ? 8 : 16)) layer.push(step({ color: page, stroke: page, strokeWidth: 2.5, strokeJoin: "round" }), step({ color: text }));
+  if (longest <= (narrow() ? 8 : 16)) layer.push(...outlined({ ...position, text: { field: "step" } }));
   return { title: { text: title, subtitle: some ? "" : without }, height: 24 * layers.length, data: { values }, layer, description: title };
 }
 
@@ -131,7 +140,7 @@ function layerError() {
   const cells = layerCells().filter((cell) => cell.units !== null || cell.status === "inaccurate"); // NaN and infinity have no figure
   const most = Math.max(...cells.map((cell) => cell.units ?? 0), 1.01);
   return strip(cells, "units", "errorDiffers", "Error, in units of its tolerance", "no error exceeds twice the noise floor", { type: "log", scheme: DARK.matches ? "plasma" : "yelloworangered", domain: [0.01, most], clamp: true },
-    [{ field: "layer" }, { field: "step" }, { field: "status" }, { field: "error", format: ".2e" }, { field: "units", title: "× tolerance", format: ".3~g" }]);
+    [{ field: "layer" }, { field: "step" }, { field: "status" }, { field: "of" }, { field: "error", format: ".2e" }, { field: "units", title: "× tolerance", format: ".3~g" }]);
 }
 
 function layerSpeed() {
@@ -225,7 +234,7 @@ function roofline() {
   return { height: 340, data: { values }, layer: layers, description: "Throughput against arithmetic intensity, all kinds of call" };
 }
 
-// Rows with a wrong output, the worst first; NaN and infinity have no figure.
+// Rows with a wrong output or gradient, the worst first; NaN and infinity have no figure.
 function wrongRows() {
   const badness = (at) => ofTolerance(at) ?? Infinity;
   return rowsWhere((at) => column("status")[at] === "inaccurate" && data.fields[at]).sort((one, other) => (badness(one) < badness(other)) - (badness(one) > badness(other)));
@@ -234,8 +243,9 @@ function wrongRows() {
 function where(at) {
   const field = data.fields[at];
   const { decade, least, first, nan } = data.levels;
-  const queries = column("queries")[at];
-  const edge = (range, count) => Math.round((range * queries) / count);
+  const [of, positions] = [column("of")[at], column("positions")[at]];
+  const axis = ["grad_key", "grad_value"].includes(of) ? "key" : "query";
+  const edge = (range, count) => Math.round((range * positions) / count);
   const values = field.flatMap((cells, head) => [...cells].map((cell, range) => ({
     head, from: edge(range, cells.length), to: edge(range + 1, cells.length), error: cell === nan ? null : least * 10 ** ((cell.charCodeAt(0) - first.charCodeAt(0)) / decade),
   })));
@@ -250,12 +260,12 @@ function where(at) {
   const smallest = Math.min(...values.map((each) => each.units).filter((units) => units > tolerated));
   const domain = [Math.max(tolerated, Math.min(smallest, most / 4)), most];
   return {
-    height: Math.max(7, Math.min(22, 400 / field.length)) * field.length, title: `${column("name")[at]} · ${column("place")[at]}`, data: { values }, description: "Error of each head over the queries, in units of the tolerance",
+    height: Math.max(7, Math.min(22, 400 / field.length)) * field.length, title: `${column("name")[at]} · ${column("place")[at]}${of === "output" ? "" : ` · ${of}`}`, data: { values }, description: "Error of each head over its places, in units of the tolerance",
     mark: { type: "rect", invalid: null },
     encoding: {
-      x: { field: "from", type: "quantitative", title: "query", scale: { domain: [0, queries], nice: false }, axis: { format: ",d", tickMinStep: 1, tickCount: narrow() ? 4 : 10, grid: false } }, x2: { field: "to" }, y: { field: "head", type: "ordinal", title: "head", axis: { labelOverlap: true } },
-      color: { condition: [{ test: "!isValid(datum.units)", value: colours().text }, ...(ratio === null ? [] : [{ test: "datum.units <= 1", value: colours().grey }])], field: "units", type: "quantitative", scale: { type: "log", scheme: { name: DARK.matches ? "plasma" : "yelloworangered", extent: DARK.matches ? [0.2, 1] : [0.1, 0.85] }, domain }, legend: { title, values: [domain[0], Math.sqrt(domain[0] * domain[1]), domain[1]], format: ratio === null ? ".1e" : ",.3~r", gradientLength: 160 } },
-      tooltip: [{ field: "head" }, { field: "from", title: "first query" }, { field: "to", title: "to, exclusive" }, { field: "error", title: "relative L1", format: ".2e" }, { field: "units", title, format: ".3~g" }],
+      x: { field: "from", type: "quantitative", title: axis, scale: { domain: [0, positions], nice: false }, axis: { format: ",d", tickMinStep: 1, tickCount: narrow() ? 4 : 10, grid: false } }, x2: { field: "to" }, y: { field: "head", type: "ordinal", title: "head", axis: { labelOverlap: true } },
+      color: { condition: [{ test: "!isValid(datum.units)", value: colours().text }, ...(ratio === null ? [] : [{ test: "datum.units <= 1", value: colours().grey }])], field: "units", type: "quantitative", scale: { type: "log", scheme: heat(), domain }, legend: { title, values: [domain[0], Math.sqrt(domain[0] * domain[1]), domain[1]], format: ratio === null ? ".1e" : ",.3~r", gradientLength: 160 } },
+      tooltip: [{ field: "head" }, { field: "from", title: `first ${axis}` }, { field: "to", title: "to, exclusive" }, { field: "error", title: "relative L1", format: ".2e" }, { field: "units", title, format: ".3~g" }],
     },
   };
 }

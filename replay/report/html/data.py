@@ -15,10 +15,11 @@ from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
 from replay.report.groups import Group, common_and_own, place
-from replay.report.html.error_bounds import as_error, noise_floor, tolerance
+from replay.report.html.error_bounds import as_error, noise_floor, tolerance, worst_error
 from replay.report.matrix import Matrix
 from replay.report.pooled import pooled_speedup, typical_time, worst
 from replay.report.ranking import is_correct
+from replay.rows.errors_of_output import Where
 from replay.rows.fields import COLUMNS, FIELDS, leaf
 from replay.rows.row import KernelId, Row
 from replay.rows.row_files import row_to_json
@@ -85,6 +86,7 @@ def page_data(rows: Sequence[Row], found: Matrix, budget: Budget | None) -> dict
     meanings = {field.path: field.meaning for field in FIELDS}
     _, names = common_and_own(groups)
     metric = "relative_l1" if budget is None else budget.metric
+    errors = [worst_error(row, metric) for _, row in members]
     noise = _noise_floors(groups, metric)
     return {
         "groups": [_group(*each, noise, metric) for each in zip(groups, names, strict=True)],
@@ -105,11 +107,14 @@ def page_data(rows: Sequence[Row], found: Matrix, budget: Budget | None) -> dict
             "name": [str(row.id) for _, row in members],
             "place": [place(row.call) for _, row in members],
             "shape": [str(row.call.shape) for _, row in members],
-            "queries": [row.call.shape.q_len for _, row in members],
+            "of": [each and each.of for each in errors],
+            "error": [each and _short(each.error) for each in errors],
+            "units": [each and _short(each.units) for each in errors],
+            "positions": [each and each.positions for each in errors],
             "flags": ["; ".join(row.flags) for _, row in members],
             "noise": [_short(noise[id(row)]) for _, row in members],
         },
-        "fields": [_field(row) for _, row in members],
+        "fields": [each and each.where and _field(each.where) for each in errors],
         "levels": {"decade": DECADE, "least": LEAST, "first": FIRST_LEVEL, "nan": NOT_FINITE},
     }
 
@@ -200,14 +205,11 @@ def _without_series(row: Row) -> Row:
     return replace(row, time_ms=time, core_time_ms=core, layer_host_ms=None, accuracy=accuracy)
 
 
-def _field(row: Row) -> list[str] | None:
-    """Return the error levels of an output: one string per head, one character per query range.
+def _field(where: Where) -> list[str]:
+    """Return levels of errors: one string per head, one character per range of queries or keys.
 
     If the map would exceed `FIELD`, each character shows the worst error of several places.
     """
-    where = None if row.accuracy is None else row.accuracy.where
-    if where is None:
-        return None
     errors = torch.tensor(where.relative_l1).nan_to_num(nan=math.inf, posinf=math.inf)
     sizes = [min(most, size) for most, size in zip(FIELD, errors.shape, strict=True)]
     errors = adaptive_max_pool2d(errors[None], sizes)[0]

@@ -75,7 +75,7 @@ const column = (path) => data.rows[path];
 const rowsWhere = (test) => data.rows.name.map((_, at) => at).filter(test);
 const pooledOf = (group) => data.pooled.filter((each) => each.group === group);
 const isCorrect = (at) => ["ok", "not-timed"].includes(column("status")[at]);
-const ofTolerance = (at) => column("accuracy.tolerance_ratio")[at];
+const ofTolerance = (at) => column("units")[at];
 const natural = (one, other) => one.localeCompare(other, undefined, { numeric: true });
 const short = (value) => String(Number(value.toPrecision(3)));
 const narrow = () => window.innerWidth < 600;

@@ -1,15 +1,47 @@
-"""Bounds that errors are drawn against: the noise floor of a call and the tolerance of a kernel."""
+"""Errors that are drawn, and their bounds: the noise floor of a call and a kernel's tolerance."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+from capture.call.gradients import GRADIENTS
+from replay.rows.errors_of_output import Where
 from replay.rows.row import Row
 
 
 def as_error(figure: float, metric: str) -> float:
     """Return a figure as an error whose best value is 0; a cosine becomes its distance from 1."""
     return max(1 - figure, 0.0) if metric == "cosine" else figure
+
+
+class WorstError(NamedTuple):
+    """Largest error of a row, in units of its tolerance."""
+
+    of: str
+    """`output`, `grad_query`, `grad_key` or `grad_value`."""
+    error: float
+    units: float | None
+    where: Where | None
+    positions: int
+    """Number of queries, or of keys for their gradients, that the errors have places in."""
+
+
+def worst_error(row: Row, metric: str) -> WorstError | None:
+    """Return the worst error, of the output if in doubt; None if the kernel returned no output.
+
+    Errors of gradients are relative L1, whatever the metric.
+    """
+    if (found := row.accuracy) is None:
+        return None
+    error, shape = as_error(getattr(found.reference, metric), metric), row.call.shape
+    worst = WorstError("output", error, found.tolerance_ratio, found.where, shape.q_len)
+    for name, each in vars(row.gradients).items() if row.gradients else ():
+        if worst.units is not None and each.tolerance_ratio > worst.units:
+            length = shape.q_len if name == "query" else shape.kv_len
+            figures = each.relative_l1, each.tolerance_ratio, each.where
+            worst = WorstError(GRADIENTS[name], *figures, length)
+    return worst
 
 
 def noise_floor(row: Row, baseline: Row | None, metric: str) -> float | None:

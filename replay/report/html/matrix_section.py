@@ -32,7 +32,8 @@ def matrix_table(found: Matrix) -> Iterator[str]:
         if found.is_unavailable(kernel):
             continue
         name = html.escape(printable(str(kernel)), quote=True)
-        quantised = ' <span class="quiet">quantised</span>' if found.is_quantised(kernel) else ""
+        is_quantised = found.class_of(kernel) == "quantised"
+        quantised = ' <span class="quiet">quantised</span>' if is_quantised else ""
         yield f'<tr><th scope="row">{_breakable(name)}{quantised}</th>'
         for at in range(len(found.kinds)):
             yield _cell(found.cells[kernel, at], name, at)

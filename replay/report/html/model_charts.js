@@ -23,7 +23,7 @@ async function drawModels() {
   $("models").hidden = !names.length;
   $("checks").replaceChildren();
   for (const [index, name] of names.entries()) {
-    const { spans, kernels, losses } = data.models[name];
+    const { spans, kernels, losses, foretold } = data.models[name];
     const block = $("checks");
     block.append(element("h3", name));
     for (const [place, span] of [...new Set(spans.map((each) => each.span))].entries()) {
@@ -36,7 +36,15 @@ async function drawModels() {
       block.append(element("div", undefined, { class: "chart", id }));
       await draw($(id), lossChart(losses));
     }
-    block.append(table(`Results of each kernel in ${name}`, ["kernel", "answered", "fell back", "output", "status", "reason"], kernels));
+    if (foretold.length) {
+      block.append(element("p", "Foretold error of the output by layer and step, in percent of its square.", { class: "quiet" }));
+      const maps = element("div", undefined, { class: "multiples", id: `foretold-${index}` });
+      block.append(maps);
+      const places = foretold.map(() => element("div", undefined, { class: "chart" }));
+      maps.append(...places);
+      for (const [at, found] of foretold.entries()) await draw(places[at], foretoldMap(found));
+    }
+    block.append(table(`Results of each kernel in ${name}`, Object.keys(kernels[0]), kernels));
     const outputs = data.outputs[name] ?? [];
     if (!outputs.length) continue;
     block.append(element("h3", "Outputs"));
@@ -73,7 +81,7 @@ function modelChart(span, lines) {
   };
 }
 
-// Loss curves. That of the model's own attention is the wide line behind the others.
+// Loss curves; equal ones are one line.
 function lossChart(values) {
   const names = [...new Set(values.map((each) => each.kernel))];
   const x = { field: "step", type: "quantitative", title: "training step", scale: { nice: false, padding: 8 }, axis: { tickMinStep: 1 } };
@@ -82,11 +90,26 @@ function lossChart(values) {
   return {
     title: "Loss of each training step", height: 220, data: { values }, description: "Loss curves of the kernels",
     layer: [
-      { transform: [{ filter: { field: "kernel", equal: names[0] } }], mark: { type: "line", strokeWidth: 7, opacity: 0.35 }, encoding: { x, y, color } },
-      { transform: [{ filter: { field: "kernel", oneOf: names.slice(1) } }], mark: { type: "line", strokeWidth: 1.5 }, encoding: { x, y, color } },
+      { mark: "line", encoding: { x, y, color } },
       { mark: { type: "point", filled: true, size: 60, opacity: 0 }, encoding: { x, y, tooltip: [{ field: "kernel" }, { field: "step" }, { field: "loss", format: ".6~g" }] } },
     ],
   };
+}
+
+// Share of each layer and step in a foretold error, grey without error.
+function foretoldMap({ name, error, columns, axis, shares }) {
+  const layers = Object.keys(shares);
+  const values = layers.flatMap((layer) => columns.map((column, at) => ({ layer, column, share: shares[layer][at] })))
+    .filter((each) => each.share !== null).map((each) => ({ ...each, percent: 100 * each.share, text: `${short(100 * each.share)} %` }));
+  const most = Math.max(...values.map((each) => each.percent));
+  const position = { x: { field: "column", type: "nominal", sort: columns, title: axis, axis: { labelAngle: 0, labelOverlap: true } }, y: layerAxis(values, layers) };
+  const layer = [{
+    mark: { type: "rect", stroke: colours().page, strokeWidth: columns.length > 16 ? 0.5 : 2 },
+    encoding: { ...position, tooltip: [{ field: "layer" }, { field: "column", title: axis }, { field: "text", title: "share" }],
+      color: { condition: { test: "datum.share == 0", value: colours().grey }, field: "percent", type: "quantitative", scale: { scheme: heat(), domain: [0, most], clamp: true }, legend: { title: null, format: ".2~f", gradientLength: 140 } } },
+  }];
+  if (columns.length <= 8) layer.push(...outlined({ ...position, text: { field: "percent", format: ".0f" } }).map((each) => ({ ...each, transform: [{ filter: "abs(datum.percent) >= 0.5" }] })));
+  return { title: { text: name, subtitle: [`foretold: ${error}`, ...(values.some((each) => each.share === 0) ? ["grey: the model's own attention, or no error"] : [])] }, height: Math.max(12, Math.min(24, 600 / layers.length)) * layers.length, data: { values }, layer, description: `Foretold error by layer and step, ${name}` };
 }
 
 function table(label, headings, lines) {

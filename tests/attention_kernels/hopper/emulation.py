@@ -265,14 +265,13 @@ class Machine:
         self.pause()
 
     def meet_at(self, operation: str, which: int, threads: int) -> None:
-        assert operation == "bar.sync"
         counts = self.named.setdefault(which, [0, 0])  # threads that have arrived, meetings
         counts[0] += THREADS
         assert counts[0] <= threads
         meeting = counts[1]
         if counts[0] == threads:
             counts[:] = 0, meeting + 1
-        self.pause(lambda: counts[1] > meeting)
+        self.pause(lambda: operation == "bar.arrive" or counts[1] > meeting)
 
 
 def language(machine: Machine, program: int) -> Any:

@@ -149,7 +149,7 @@ def test_refuses_what_other_masks_leave() -> None:
 KERNELS = (
     *("triton-fa2", "triton-masked", "triton-varlen", "triton-sage", "triton-fp8"),
     *("triton-decode", "triton-decode-int8", "triton-paged-decode", "triton-paged-decode-fp8"),
-    *("triton-sparse-decode", "triton-paged-sparse-decode"),
+    *("triton-sparse-decode", "triton-paged-sparse-decode", "triton-block-sparse"),
 )
 
 

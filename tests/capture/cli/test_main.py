@@ -170,8 +170,6 @@ def test_command_that_needs_no_torch_imports_none(
         (["--overw"], "unknown option --overw: did you mean --overwrite"),
         (["shwo", "a"], "unknown verb 'shwo': did you mean show?"),
         (["show", "a", "--max", "10"], "unknown option --max"),
-        (["--show=a", "--stats"], "--show became a verb: use `capture show DIR`"),
-        (["--verify", "a"], "--verify became a verb: use `capture check DIR`"),
     ],
 )
 def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:

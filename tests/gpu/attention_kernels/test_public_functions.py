@@ -52,6 +52,16 @@ def in_BSHD(*tensors: Tensor) -> list[Tensor]:
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
+def in_blocks(x: Inputs) -> Tensor:
+    """Attend to all blocks, as a map and as a policy list them."""
+    tensors = x.query, x.key, x.value
+    everything = ak.BlockPolicy(keep=1.0)
+    kept = ak.kept_blocks(x.query, x.key, everything, *ak.block_sizes(*tensors))
+    listed, chosen = ak.visited_of(kept, *tensors), ak.choose_blocks(*tensors, everything)
+    assert torch.equal(listed.counts, chosen.counts)
+    return ak.block_sparse_attention(*tensors, chosen)
+
+
 def of_flash_varlen(x: Inputs) -> Tensor:
     ends = (x.offsets, x.offsets, LENGTH, LENGTH)
     output = ak.flash_attn_varlen_func(*x.packed, *ends)
@@ -65,6 +75,12 @@ def of_flash_cache(x: Inputs) -> Tensor:
         token, *pages, cache_seqlens=x.lengths, block_table=x.block_table
     )
     return output.transpose(1, 2)
+
+
+def of_batch(x: Inputs) -> Tensor:
+    starts = torch.arange(3, dtype=torch.int32, device="cuda")
+    cache = x.key_pages, x.value_pages, x.block_table, x.lengths
+    return ak.paged_batch(x.token[:, :, 0], *cache, starts, 1)[:, :, None]
 
 
 def chosen(x: Inputs) -> Tensor:
@@ -84,6 +100,7 @@ PREFILL: dict[str, Callable[[Inputs], Tensor]] = {
     "prefill": lambda x: ak.prefill(x.query, x.key, x.value),
     "hopper_prefill": lambda x: ak.hopper_prefill(x.query, x.key, x.value),
     "masked_prefill": lambda x: ak.masked_prefill(x.query, x.key, x.value, x.all_seen),
+    "block_sparse_attention": in_blocks,
     "padded_prefill": lambda x: ak.padded_prefill(
         x.query, x.key, x.value, ak.KeyRanges(None, x.lengths)
     ),
@@ -101,6 +118,7 @@ DECODE: dict[str, Callable[[Inputs], Tensor]] = {
     "attention": lambda x: ak.attention(x.token, x.key, x.value),
     "contiguous_decode": lambda x: ak.contiguous_decode(x.token, x.key, x.value),
     "flash_attn_with_kvcache": of_flash_cache,
+    "paged_batch": of_batch,
     "paged_decode": lambda x: ak.paged_decode(*paged(x)),
     "quantised_decode": lambda x: ak.quantised_decode(x.token, x.key, x.value, dtype=torch.int8),
     "attend_to_cache": lambda x: ak.attend_to_cache(
@@ -109,8 +127,11 @@ DECODE: dict[str, Callable[[Inputs], Tensor]] = {
     "sparse_decode": lambda x: ak.sparse_decode(x.token, x.key, x.value, chosen(x)),
     "paged_sparse_decode": lambda x: ak.paged_sparse_decode(*paged(x), chosen_in_pages(x)),
 }
-CALLED_INSIDE = {"choose_paged_tokens", "choose_tokens", "quantise_cache", "quantise_key_value"}
-TYPES = {"AttentionOptions", "KeyRanges", "PLAIN", "register", "warm_up"}
+CALLED_INSIDE = {
+    *("block_sizes", "choose_blocks", "choose_paged_tokens", "choose_tokens", "kept_blocks"),
+    *("quantise_cache", "quantise_key_value", "visited_of"),
+}
+TYPES = {"AttentionOptions", "BlockPolicy", "KeyRanges", "PLAIN", "register", "warm_up"}
 
 
 def error(output: Tensor, expected: Tensor) -> float:

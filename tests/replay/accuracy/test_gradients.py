@@ -165,6 +165,13 @@ def random_query(call: AttentionCall) -> dict[str, Tensor]:
     return {**found, "query": normal(*found["query"].shape, seed=3).to(call.dtype)}
 
 
+def other_heads(call: AttentionCall) -> dict[str, Tensor]:
+    """Sum dV over query heads 0 and 2, and 1 and 3, as if the heads of a group alternated."""
+    key, value = (each.repeat_interleave(2, 1) for each in (call.key, call.value))
+    of_heads = honest(replace(call, key=key, value=value, enable_gqa=False))["value"]
+    return {**honest(call), "value": of_heads.unflatten(1, (2, 2)).sum(1)}
+
+
 ALL = {"grad_query", "grad_key", "grad_value"}
 
 
@@ -177,6 +184,11 @@ ALL = {"grad_query", "grad_key", "grad_value"}
         (swapped, ALL - {"grad_query"}, "the gradients of key and value are exchanged"),
         (mean_of_group, ALL - {"grad_query"}, "grad_key is 0.5 × the right one and grad_value is"),
         (other_layout, {"grad_query"}, "gradients are written as (B, S, H, D), but read as (B, H"),
+        (
+            other_heads,
+            {"grad_value"},
+            "grad_value of key head ",
+        ),
         (random_query, {"grad_query"}, ""),
     ],
 )
@@ -192,6 +204,12 @@ def test_wrong_gradients_are_named(
     verdict = judge_gradients(call.with_tensors(recorded))
     assert set(verdict.wrong) == wrong
     assert verdict.cause.startswith(cause)
+    if bug is other_heads:
+        head = int(verdict.cause[len(cause)])
+        assert verdict.cause[len(cause) + 1 :] == (
+            f" sums query heads [{head}, {head + 2}] instead of [{2 * head}, {2 * head + 1}], "
+            "as if query head i had key head i % 2"
+        )
     assert bool(verdict.cause) == bool(cause)
 
 

@@ -1,6 +1,7 @@
 """Bugs in the backward of a user's kernel are named on calls of a fine-tuning run of Llama."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +117,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[AttentionCall]:
         ("stale keys", "keys are stale: those of an earlier call are used"),
         ("transpose", "the scores are transposed once too often"),
         ("scale", "grad_key is 0.08839 × the right one: the softmax scale is applied twice"),
-        ("group", "the sum over a group of 2 query heads is missing"),
+        ("group", "grad_key of key head "),
         ("race", "runs on the same inputs differ in grad_query, grad_key"),
         ("blind rows", "grad_query has NaN or infinity in rows of queries that see no key"),
     ],
@@ -128,6 +129,9 @@ def test_bug_is_named(bug: str, cause: str, calls: list[AttentionCall]) -> None:
     # Padding makes queries blind; for its mask, the model repeats the keys of a group itself.
     assert len(wrong) == (4 if bug in ("diagonal", "group", "blind rows") else 8)
     assert [verdict.cause[: len(cause)] for verdict in wrong] == [cause] * len(wrong)
+    if bug == "group":
+        text = r"(.* sums query heads \[([0-9])\] instead of \[\2, [0-9]\](; )?)+"
+        assert all(re.fullmatch(text, verdict.cause) for verdict in wrong)
     assert f"cause: {cause}" in str(wrong[0])
 
 
@@ -147,9 +151,9 @@ def fails(**options: object) -> torch.Tensor:
 
 def test_kernel_without_gradients_is_refused(calls: list[AttentionCall]) -> None:
     for kernel, reason in (
-        (torch.no_grad()(mine()), "has no backward pass"),
+        (torch.no_grad()(mine()), "cannot run this call: has no backward"),
         (lambda key, **options: mine()(key=key.detach(), **options), "returns no gradient of key"),
-        (fails, "cannot run this call: NotImplementedError: no mask"),
+        (fails, "cannot run this call: no mask"),
     ):
         with pytest.raises(Error, match=reason):
             judge_gradients(calls[0], kernel)

@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture.call.attention_call import AttentionCall
+from capture.call.block_mask import block_mask
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import kept_share, restricted
+from replay.accuracy.verdict import Expected, judge
+from replay.diagnosis.derived import HeadRows, part
 from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
-from replay.kernels.chosen_keys import mask_of_tokens
+from replay.isolation.output_rows import OutputRows, some_rows
+from replay.kernels.chosen_keys import mask_of_blocks, mask_of_tokens
 from replay.kernels.registry import Kernel
 from replay.rows.row_files import row_from_json, row_to_json
 from tests.factories import random_call
@@ -58,14 +63,94 @@ def test_unread_keys_cannot_spoil_the_reference() -> None:
     assert attention(restricted(call, chosen)).isnan().any()
 
 
-@pytest.mark.parametrize("chosen", [torch.ones(13), torch.ones(2, 13, dtype=torch.bool)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        torch.ones(13),
+        torch.ones(2, 13, dtype=torch.bool),
+        block_mask(torch.ones(1, 1, 1, 3, dtype=torch.bool), 64, 4),
+    ],
+)
 def test_invalid_choice_is_refused(chosen: Tensor) -> None:
     with pytest.raises(ValueError, match="a bool mask that broadcasts to"):
         restricted(random_call(), chosen)
 
 
+MAP = torch.tensor([[[[1, 0, 1], [0, 1, 0]], [[0, 0, 1], [1, 1, 0]]]], dtype=torch.bool)
+"""Blocks of 3 keys that 2 heads keep in 2 tiles of 4 queries, for 7 queries and 8 keys."""
+
+
+def test_blocks_are_expanded_where_rows_are_read() -> None:
+    call = random_call(batch=2, q_heads=2, kv_heads=1, q_len=7, kv_len=8)
+    chosen, dense = block_mask(MAP, 4, 3), mask_of_blocks(MAP, 4, 3, call)
+    assert dense[1, 0, 3].int().tolist() == [1, 1, 1, 0, 0, 0, 1, 1]
+    assert dense[1, 1, 4].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    kept, expected = restricted(call, chosen), restricted(call, dense)
+    assert chosen.untyped_storage().nbytes() == MAP.numel()
+    # Pairs of a head: 4 queries × 5 keys and 3 × 3; 4 × 2 and 3 × 6.
+    assert kept_share(call, kept) == kept_share(call, expected) == (29 + 26) / (2 * 56)
+    assert torch.equal(attention(kept), attention(expected))
+    rows = OutputRows([1, 1], [0, 1], [3, 6])
+    assert torch.equal(some_rows(kept, rows).attn_mask, some_rows(expected, rows).attn_mask)
+    place = HeadRows(1, 1, torch.tensor([0, 6]))
+    assert torch.equal(part(kept, place).attn_mask, part(expected, place).attn_mask)
+    call.value[0, 0, 0] = math.nan
+    assert torch.equal(Expected.of(call, chosen).exposed, Expected.of(call, dense).exposed)
+
+
+@pytest.mark.parametrize("fields", [{"is_causal": True}, {"attn_mask": torch.arange(8) != 7}])
+def test_blocks_are_joined_with_what_else_hides_keys(fields: dict[str, Any]) -> None:
+    call = random_call(batch=2, q_heads=2, kv_heads=1, q_len=7, kv_len=8, **fields)
+    kept = restricted(call, block_mask(MAP, 4, 3))
+    expected = restricted(call, mask_of_blocks(MAP, 4, 3, call))
+    assert kept_share(call, kept) == kept_share(call, expected)
+    assert torch.equal(attention(kept), attention(expected))
+
+
+def test_no_mask_of_all_pairs_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judging reads 64 of 2,048 queries at a time."""
+    monkeypatch.setattr("replay.accuracy.reference.CPU_BLOCK", 64 * 2048)
+    monkeypatch.setattr("replay.accuracy.nonfinite.BLOCK", 64 * 2048)
+    monkeypatch.setattr("replay.timing.flops.ROWS_AT_A_TIME", 64)
+    call = random_call(q_heads=1, q_len=2048, kv_len=2048, head_dim=8)
+    call.value[0, 0, 2047, 0] = math.nan  # so that the keys of all rows are looked up
+    kept = torch.eye(16, dtype=torch.bool)[None, None]
+    output = attention(restricted(call, block_mask(kept, 128, 128))).to(call.dtype)
+    with Largest() as largest:
+        verdict = judge(output, Expected.of(call, block_mask(kept, 128, 128)), "sparse")
+    assert verdict.passed
+    assert 64 * 2048 <= largest.elements < 2048 * 2048 / 8
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the largest number of elements in the memory of a result of PyTorch's operations."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for each in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(each, Tensor):
+                stored = each.untyped_storage().nbytes() // each.itemsize
+                self.elements = max(self.elements, stored)
+        return found
+
+
 def every_other(call: AttentionCall) -> Tensor:
     return torch.arange(call.shape.kv_len) % 2 == 0
+
+
+def first_block(call: AttentionCall) -> Tensor:
+    kept = torch.tensor([True, False]).expand(1, 1, -(-call.shape.q_len // 4), 2)
+    return block_mask(kept, 4, 32)
+
+
+def block_sparse(
+    query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
+) -> Tensor:
+    return scaled_dot_product_attention(query, key[:, :, :32], value[:, :, :32])
 
 
 def sparse(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> Tensor:
@@ -81,6 +166,12 @@ def test_sparse_kernel_of_a_user_is_judged(kernels: Register, replayed: Replayed
     assert row.kept == 0.5
     assert row.accuracy.chosen.max_abs < 0.05 < row.accuracy.reference.max_abs
     assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
+
+
+def test_blocks_of_a_users_kernel_are_judged(kernels: Register, replayed: Replayed) -> None:
+    kernel = kernels("mine", block_sparse, accuracy_class="sparse", chosen=first_block)
+    row = replayed(random_call(kv_len=64, dtype=torch.bfloat16), kernel)["mine"]
+    assert (row.status, row.kept) == ("ok", 0.5), row.reason
 
 
 @pytest.mark.parametrize(

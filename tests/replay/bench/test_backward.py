@@ -66,7 +66,11 @@ RUNS_TO_CHECK = 3
 NONE = "has no backward"
 OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "right": (own(), "ok", ".* is within .*"),
-    "double dK": (own(lambda q, k, v, _: (q, 2 * k, v)), "inaccurate", "grad_key is wrong: .*"),
+    "double dK": (
+        own(lambda q, k, v, _: (q, 2 * k, v)),
+        "inaccurate",
+        "grad_key is wrong: .*; cause: grad_key is 2 × the right one",
+    ),
     "swapped": (
         own(lambda q, k, v, _: (q, v, k)),
         "inaccurate",
@@ -89,10 +93,15 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
     ),
     "spoils": (own(spoiling), "ok", ".* is within .*"),
     "detached": (lambda **a: sdpa(**a).detach(), "unsupported", NONE),
+    "refuses": (
+        raising(NotImplementedError("head_dim 64 only")),
+        "unsupported",
+        "head_dim 64 only",
+    ),
     "forward alone": (
         lambda query, key, value, **_: _ForwardAlone.apply(query, key, value),
         "unsupported",
-        f"{NONE}: You must implement .*",
+        "You must implement .*",
     ),
 }
 

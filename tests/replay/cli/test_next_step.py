@@ -70,13 +70,15 @@ def said(
     written: Plan | None = None,
     in_model: Speedup | None = None,
     is_faster: bool = True,
+    wrong: Sequence[str] = (),
 ) -> str:
     parser, others = parser_of(given)
     arguments = parser.parse_args(others)
     directory = vars(arguments).get("dir")
     dataset = Dataset.open(directory) if directory else None
     rows = measured() if rows is None else rows
-    return next_step(arguments, rows, written, dataset, in_model, is_faster=is_faster)
+    more = {"is_faster": is_faster, "wrong": wrong}
+    return next_step(arguments, rows, written, dataset, in_model, **more)
 
 
 def command(sentence: str) -> list[str]:
@@ -206,3 +208,17 @@ def test_wrong_kernel_of_the_user_leads_to_the_doctor(tmp_path: Path) -> None:
         "replay doctor --model llama --kernels 'my file.py:k'"
     )
     assert said(*asked, rows=[row("", status="error", reason="0 bytes")]) == ""
+
+
+def test_training_leads_to_the_model_and_from_there_to_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    settings = {**BUILT_IN, "model": f"{tmp_path}/mine.py:build"}
+    directory = str(recording(tmp_path / "recorded", capture(settings=settings)))
+    rows = [replace(each, call=replace(each.call, grad_output="recorded")) for each in measured()]
+    found = command(said("--dir", directory, "--backward", rows=rows))
+    assert found[3:] == ["--backward", "--trust-code", "--kernels", "mine"]
+    drawn = said("--dir", directory, "--backward")
+    assert "verify" not in drawn
+    why = said("verify", "--dir", directory, "--trust-code", wrong=["mine.py:attention"])
+    assert why.startswith("find out which gradients are wrong, and why: replay --dir ")
+    assert command(why)[2:] == ["--backward", "--kernels", "mine.py:attention"]

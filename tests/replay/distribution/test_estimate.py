@@ -58,7 +58,23 @@ def test_limit_of_rounds_limits_the_estimate(quick: Settings) -> None:
     assert seconds(second, max_seconds=10.0) < seconds(second)
     assert seconds(second, rounds=6) == pytest.approx(seconds(second, max_seconds=1.0))
     assert seconds(second, calls_before=4) > seconds(second)
-    assert seconds(second, backward=True) > seconds(second)
+    # Each part has its own limit: six samples of 1, 3.5 and 3.5 s, and their warm-ups.
+    parts = {"rounds": 6, "max_seconds": 1.0}
+    more = seconds(second, backward=True, **parts) - seconds(second, **parts)
+    checks = 3 * 3.5 + 5 * 3.5 * RATES.flops / RATES.reference_flops
+    assert more == pytest.approx(checks + 2 * (6 * 3.5 + 2.0), rel=0.01)
+
+
+def test_baseline_own_processes_and_other_programs_take_time(quick: Settings) -> None:
+    settings = replace(quick, rounds=30, max_seconds=5.0)
+    calls = [random_workload("a", "b", Spec(1, 8, 8, 1024, 1024, 128, 128), 0)]
+    math, default = find("torch-math"), find("torch-default")
+    alone = expected_seconds(calls, {"this": [math]}, settings, RATES)
+    assert alone == expected_seconds(calls, {"this": [math, default]}, settings, RATES)
+    own = expected_seconds(calls, {"this": [replace(math, source="mine.py")]}, settings, RATES)
+    assert own["a"] > alone["a"] + 0.5
+    busy = expected_seconds(calls, {"this": [math]}, settings, replace(RATES, is_busy=True))
+    assert 2 * 5.0 < busy["a"] < alone["a"] + 2 * 5.0
 
 
 def test_devices_share_several_calls_but_not_one() -> None:

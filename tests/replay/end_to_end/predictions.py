@@ -18,8 +18,6 @@ def predicted(phase: str, ratio: float, **fields: Any) -> PredictedTime:
         old_seconds=interval(1.0),
         new_seconds=interval(1 / ratio),
         speedup=interval(ratio, 0.02),
-        old_tokens_per_second=None,
-        new_tokens_per_second=None,
         attention_seconds=0.4,
         attention_share=0.4,
         waiting_share=0.0,

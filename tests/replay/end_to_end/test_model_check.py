@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from capture.storage.capture_record import CaptureRecord
+from replay.end_to_end.drift import FIRST_GRADIENT
 from replay.end_to_end.model_check import MOST_ROUNDS, SWAPPED, ModelResult, check
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, ModelRun, RunFailed, Variant
 from replay.end_to_end.predicted_times import RUN
 from replay.end_to_end.run_pace import BUILDING, COUNTING, RunPace
+from replay.end_to_end.time_breakdown import break_down
 from replay.rows.row import GpuState, KernelId, Row
 from replay.timing.statistics import summarize
 from tests import factories
@@ -91,10 +93,7 @@ class Pretended:
         if waits is not None:
             self.log.append(f"({variant.name})")
             self.waits = waits
-            run = self._ran(self.seconds, self.busy, attention=0.6 if is_own else 0.4)
-            if self.busy is not None:  # on a GPU
-                run.times.launch["denoise"] = 0.4 if is_own else 0.6
-            return run
+            return self._ran(self.seconds, self.busy, attention=0.6 if is_own else 0.4)
         self.log.append(variant.name)
         if self.errors.get(variant.name) == self.log.count(variant.name) - 1:
             raise RunFailed("error", "ValueError: no")
@@ -175,7 +174,6 @@ def test_runs_are_warm_interleaved_and_inspected_last() -> None:
         # The prediction is 1 s − 12 · 40 ms.
         predicted = each.predicted(RUN)
         assert predicted.new_seconds.value == pytest.approx(0.52)
-        assert predicted.new_tokens_per_second.value == pytest.approx(60 / 0.52)
         assert each.prediction_error(RUN) == pytest.approx(1 / 0.52 / 2 - 1)
         assert each.attention_seconds == {RUN: 0.4, "denoise": 0.1}
         assert each.own_attention_seconds == {RUN: 0.6, "denoise": 0.15}
@@ -306,7 +304,6 @@ def test_launch_bound_gpu_is_reported() -> None:
     own, a = checked(process, "a")
     assert process.drained == BASELINE.name
     assert own.busy_seconds == {"denoise": 0.1}
-    assert a.more_launch_seconds == pytest.approx({RUN: 0.2, "denoise": 0.05})
     predicted = a.predicted("denoise")
     assert predicted.waiting_share == pytest.approx(0.6)
     assert (a.peak_bytes, a.sm_clock_mhz, a.power_w) == (5, 1500, 300.0)
@@ -325,20 +322,53 @@ def test_changed_model_is_reported_and_not_predicted() -> None:
     assert a.measured[RUN].speedup is not None
 
 
-def test_run_that_trains_has_curves_and_a_prediction_of_its_forwards() -> None:
+def test_run_that_trains_is_predicted_from_times_of_forward_and_backward() -> None:
     class Training(Pretended):
+        factor = 1.25
+
         def run(self, variant: Variant, *, keep: Path | None = None, **options: Any) -> ModelRun:
             ran = super().run(variant, keep=keep, **options)
             if keep is not None:
-                save_file({"loss": torch.tensor([2.0, 1.0 + (variant is BASELINE)])}, keep)
+                is_own = variant is BASELINE
+                loss = torch.tensor([2.0, 1.0 + is_own])
+                first = torch.ones(4) * (1 if is_own else self.factor)
+                save_file({"loss": loss, "grad_norm": 2 * loss, f"{FIRST_GRADIENT}k": first}, keep)
             return ran
 
     own, a = checked(Training(), "a")
-    assert (own.curves, a.curves) == ({"loss": [2.0, 2.0]}, {"loss": [2.0, 1.0]})
+    assert (own.curves["loss"], a.curves["loss"]) == ([2.0, 2.0], [2.0, 1.0])
     assert (a.drift["baseline_loss"], a.drift["loss"]) == (2.0, 1.0)
+    assert (own.steps, own.wrong, a.steps, a.wrong) == (2, "", 2, "")
     assert a.predicted("denoise").speedup is not None
     assert a.predicted(RUN).speedup is None
-    assert a.predicted(RUN).reason.endswith("this run trains")
+    assert a.predicted(RUN).reason.endswith("--backward")
+    rows = [
+        replace(row(kernel, ms), both_ms=summarize([both] * 5))
+        for kernel, ms, both in (("torch-default", 50.0, 60.0), ("a", 10.0, 15.0))
+    ]
+    _, a = checked(Training(), "a", rows=rows)
+    assert a.predicted(RUN).attention_seconds == pytest.approx(12 * 0.06)
+    assert a.predicted(RUN).new_seconds.value == pytest.approx(1 - 12 * 0.045)
+    # The first step has equal weights, so its gradients must agree; those of later steps need not.
+    process = Training()
+    process.factor = 1.75
+    _, a = checked(process, "a", rows=rows)
+    assert a.wrong == (
+        "in the first step, the gradient of k differs from that with the model's own attention by "
+        "75 %"
+    )
+    wrong = [rows[0], replace(rows[1], status="inaccurate", reason="grad_key is wrong: …")]
+    assert checked(process, "a", rows=wrong)[1].wrong == "grad_key is wrong: …"
+
+
+def test_kernel_without_a_call_has_no_speedup() -> None:
+    class Refused(Pretended):
+        def _ran(self, *arguments: Any, **options: Any) -> ModelRun:
+            return replace(super()._ran(*arguments, **options), hits=0)
+
+    _, a = checked(Refused(), "a")
+    assert a.measured[RUN].speedup is None
+    assert break_down(a, RUN) == "it answered no call: takes no mask"
 
 
 def test_inputs_changed_in_the_replay_are_listed() -> None:

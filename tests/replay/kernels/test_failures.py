@@ -46,6 +46,8 @@ class Silent(Exception):
         (GeneratorExit(), "error", "GeneratorExit: GeneratorExit"),
         (Silent(), "error", "Silent: no message, since asking for it raises SystemExit"),
         (ValueError("no such tile\nlong story"), "error", "ValueError: no such tile"),
+        (NotImplementedError("head_dim 64 only\nlong story"), "unsupported", "head_dim 64 only"),
+        (NotImplementedError(), "unsupported", "NotImplementedError"),
     ],
 )
 def test_an_exception_becomes_one_line(error: BaseException, status: str, reason: str) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from replay.kernels import kernel_names
-from replay.kernels.kernel_names import look_known
+from replay.kernels.kernel_names import look_known, shortened
 from replay.kernels.registered_functions import sources
 
 
@@ -31,3 +31,10 @@ def test_names_of_installed_packages_are_known(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernel_names.importlib.metadata, "entry_points", lambda group: offered)
     assert look_known("plugged,flex")
     assert not look_known("plugged,nosuch")
+
+
+def test_values_of_heads_are_shortened_for_people() -> None:
+    assert shortened("sparse[keep=0.2/1/0.5]") == "sparse[keep by head]"
+    assert shortened("sparse[keep=0.2/1,grid=1x2x3]") == "sparse[keep by head,grid=1x2x3]"
+    for name in ("sparse[mass=0.9]", "files/mine.py:kernel", "triton-fp8"):
+        assert shortened(name) == name

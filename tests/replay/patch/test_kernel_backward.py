@@ -61,6 +61,16 @@ def without_key(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tenso
     return TORCH_SDPA(query, key.detach(), *args, **options)
 
 
+def refusing(*args: Any, **options: Any) -> Tensor:
+    raise NotImplementedError("head_dim 64 only")
+
+
+def refusing_backward(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    output = TORCH_SDPA(query, *args, **options)
+    output.register_hook(refusing)
+    return output
+
+
 def raising(query: Tensor, *args: Any, **options: Any) -> Tensor:
     output = TORCH_SDPA(query, *args, **options)
     output.register_hook(lambda gradient: 1 // 0)
@@ -75,6 +85,8 @@ def raising(query: Tensor, *args: Any, **options: Any) -> Tensor:
         (recomputing, 2, ""),
         (forward_only, 1, "has no backward pass"),
         (without_key, 1, ""),
+        (refusing, 1, "head_dim 64 only"),
+        (refusing_backward, 1, "head_dim 64 only"),
         (raising, 1, "gradients are needed, but its backward pass fails: ZeroDiv"),
     ],
 )
@@ -106,3 +118,13 @@ def test_gradients_pass_or_the_kernel_is_refused(
     torch.testing.assert_close(found, [factor * each for each in wanted])
     assert (swap.hits > 0, not swap.fallbacks) == (not reason, not reason)
     assert all(each.startswith(reason) for each in swap.fallbacks)
+
+
+@pytest.mark.filterwarnings("ignore:mine handled no call")
+def test_refusal_without_gradients_is_a_fallback() -> None:
+    register_kernel("mine")(refusing)
+    model, states = Attention("key"), torch.randn(1, 6, 16)
+    with torch.no_grad(), use_kernel("mine") as swap:
+        found = [model(states) for _ in range(2)]
+    torch.testing.assert_close(found, 2 * [model(states).detach()])
+    assert (swap.hits, swap.fallbacks) == (0, {"head_dim 64 only": 2})

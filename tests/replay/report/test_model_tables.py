@@ -117,3 +117,32 @@ def test_notes_on_single_kernels() -> None:
     ):
         assert f"slow: {note}" in text
     assert "fast: " not in text.replace("fast: 64 calls fell back", "")
+
+
+def test_training_shows_the_time_of_a_step_and_marks_wrong_kernels() -> None:
+    own, right, wrong = (
+        checked(name, at) for name, at in (("own", 1), ("right", 1.25), ("bad", 2))
+    )
+    for each in (own, right, wrong):
+        each.steps = 10
+    wrong.wrong = "grad_key is wrong"
+    wrong.prediction = replace(
+        wrong.prediction, run=replace(wrong.prediction.run, reason="inaccurate on a")
+    )
+    lines = shown(80, own, right, wrong)
+    assert "one full run of 10 training steps · attention at least 40 %" in lines
+    (run,) = [line.split() for line in lines if line.startswith("right") and "187.6" in line]
+    assert run[1:3] == ["1.876", "187.6"]
+    marked = [line.split()[0] for line in lines if "✗ trains wrongly" in line]
+    assert marked == ["bad"]
+    assert "✗ bad trains wrongly: grad_key is wrong" in lines
+    assert not any("not predicted" in line for line in lines)
+
+
+def test_kernel_without_a_call_has_no_ratio() -> None:
+    refused = checked("refused", 1.25)
+    for name, each in refused.measured.items():
+        refused.measured[name] = replace(each, speedup=None)
+    lines = shown(80, checked("own", 1), refused)
+    assert [line.split()[0] for line in lines if line.startswith("refused ")] == ["refused"]
+    assert "refused: 64 calls fell back: takes no mask" in lines

@@ -23,6 +23,7 @@ SAMPLES = {
     for part in ("samples", "interrupted", "unconfirmed", "control", "process_factor")
 }
 IN_JSON_ALONE = SAMPLES | {"accuracy.where.relative_l1"}
+IN_JSON_ALONE |= {f"gradients.{name}.where" for name in ("query", "key", "value")}
 
 
 @pytest.fixture

@@ -60,13 +60,6 @@ def test_invalid_value_is_refused_and_others_are_compared() -> None:
                     to_markdown([compare([before], [after])])
 
 
-def test_verdict_of_earlier_versions_is_read() -> None:
-    data = row_to_json(full_row())
-    data["speedup"]["verdict"] = "ambiguous"
-    read = row_from_json(data).speedup
-    assert read.verdict == "inconclusive"
-
-
 @pytest.mark.parametrize("samples", [[], [1.0, 0.0], [1.0, -1.0]])
 def test_time_without_samples_is_refused(tmp_path: Path, samples: list[float]) -> None:
     data = row_to_json(full_row())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from capture.call.block_mask import block_mask
 from replay.accuracy.thresholds import Thresholds
 from replay.bench.confirmation import LEAST_QUIET
 from replay.bench.settings import Settings
@@ -319,6 +320,11 @@ def test_chosen_keys_are_used_only_for_sparse_kernels(court: Court) -> None:
     on_few = scaled_dot_product_attention(call.query, call.key, call.value, few)
     assert judge.judge("exact", "exact", on_few, few).finding.status == "inaccurate"
     assert judge.judge("sparse", "sparse", on_few, few).finding.status == "ok"
+    tiles = torch.tensor([True, False]).expand(1, 1, 4, 2)
+    blocks = block_mask(tiles, 4, 45)
+    on_blocks = scaled_dot_product_attention(call.query, call.key[:, :, :45], call.value[:, :, :45])
+    judged = judge.judge("blocks", "sparse", on_blocks, blocks)
+    assert (judged.finding.status, judged.kept) == ("ok", 0.5)
 
 
 def test_judge_of_gradients_is_not_a_judge_of_outputs_alone(court: Court) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from replay.workers import shared_memory
 from replay.workers.shared_file import SharedFile
-from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox
+from replay.workers.shared_memory import ALIGNMENT, CHUNK_BYTES, Inbox, Outbox
 
 CPU = torch.device("cpu")
 
@@ -41,6 +41,14 @@ def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
     for name, tensor in sent.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
+
+
+def test_expanded_dimensions_are_sent_once(shared: SharedFile) -> None:
+    wide = torch.tensor([[True], [False]]).expand(2, 2**40)
+    message = Outbox(shared.descriptor, CPU).put({"chosen": wide})
+    assert message["bytes"] == ALIGNMENT
+    found = Inbox(shared.descriptor, CPU).take(message)["chosen"]
+    assert (found.shape, found[:, -1].tolist()) == (wide.shape, [True, False])
 
 
 def test_file_grows_for_every_sender(shared: SharedFile) -> None:

@@ -10,6 +10,7 @@ from replay.end_to_end.predicted_times import RUN
 from replay.end_to_end.prediction import Prediction
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Where
 from replay.rows.row import GpuState, Machine, Roof, Row
+from replay.sketches.foretold_drift import ForetoldDrift
 from replay.timing.statistics import paired_speedup, summarize
 from tests import factories
 from tests.replay.end_to_end.predictions import predicted
@@ -75,6 +76,23 @@ def checks(*kernels: str, model: str = "model") -> list[dict[str, Any]]:
     found = [_checked("the model's own", model, None)]
     found += [_checked(name, model, 1 + at / 10) for at, name in enumerate(kernels, start=1)]
     return [asdict(each) for each in found]
+
+
+def foretold() -> dict[str, Any]:
+    """Return a foretold error of an encoder, which is exact, and of two layers and steps.
+
+    The error of the last place cancels a part of the others.
+    """
+    shares: dict[str, list[float | None]] = {
+        "encoder.attn": [0.0, None, None],
+        "blocks.0.attn": [None, 0.6, 0.255],
+        "blocks.1.attn": [None, 0.15, -0.005],
+    }
+    columns = ["encode", "0", "1"]
+    steps = {"0": 0.75, "1": 0.25}
+    modules = {"encoder.attn": 0.0, "blocks.0.attn": 0.855, "blocks.1.attn": 0.145}
+    found = ForetoldDrift(0.01, "relative_l2", 0.5, 41.0, modules, steps, columns, shares)
+    return asdict(found)
 
 
 def _checked(kernel: str, model: str, ratio: float | None) -> ModelResult:

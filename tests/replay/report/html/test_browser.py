@@ -23,7 +23,7 @@ pytestmark = [
 
 CHARTS = [
     *("tradeoff", "layer-error", "layer-speed", "times", "shapes", "roofline", "where"),
-    *("span-0-0", "span-0-1", "clock", "power", "temperature"),
+    *("span-0-0", "span-0-1", "foretold-0", "clock", "power", "temperature"),
 ]
 
 LAYOUT = """
@@ -82,6 +82,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row in pages.rows(2, 2, model="other")
     ]
     checks = pages.checks("kernel-2", pages.HOSTILE)
+    checks[1]["foretold"] = pages.foretold()
     command = f"replay report --kernels {','.join(['mine.py:attention'] * 20)}"
     write_html(rows, out, checks=checks, budget=Budget("cosine", 0.9995), command=command)
     return out
@@ -238,6 +239,44 @@ def test_sections_without_content_are_absent(browser: Browser, tmp_path: Path) -
     )
     assert seen.found == ["models-title", "sweeps-title", "where-title", "machine-title"]
     assert seen.console == []
+
+
+def test_foretold_error_is_drawn_by_layer_and_step(
+    browser: Browser, page: Path, tmp_path: Path
+) -> None:
+    script = """
+    const cells = [...document.querySelectorAll("#foretold-0 .mark-rect.role-mark path")];
+    const shown = cells.map((path) => path.__data__.datum);
+    const grey = cells.filter((path) => path.getAttribute("fill") === colours().grey);
+    const tips = [];
+    for (const path of cells) {
+      path.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+      await pause();
+      tips.push($("vg-tooltip-element")?.textContent ?? "");
+    }
+    return { cells: shown.map((each) => [each.layer, each.column, each.text]), tips,
+      grey: grey.map((path) => path.__data__.datum.layer),
+      colours: new Set(cells.map((path) => path.getAttribute("fill"))).size,
+      says: $("checks").textContent.includes("Foretold error of the output by layer and step") };
+    """
+    seen = browser.opened(page, script)
+    assert seen.found["cells"] == [
+        ["encoder.attn", "encode", "0 %"],
+        ["blocks.0.attn", "0", "60 %"],
+        ["blocks.0.attn", "1", "25.5 %"],
+        ["blocks.1.attn", "0", "15 %"],
+        ["blocks.1.attn", "1", "-0.5 %"],
+    ]
+    assert seen.found["grey"] == ["encoder.attn"]
+    assert seen.found["colours"] == 5
+    for part in ("blocks.0.attn", "denoising step", "25.5 %"):
+        assert part in seen.found["tips"][2]
+    assert seen.found["says"] is True
+    assert seen.console == []
+    out = tmp_path / "out.html"
+    write_html(pages.rows(3, 3), out, checks=pages.checks("kernel-2"))
+    without = browser.opened(out, script).found
+    assert (without["cells"], without["says"]) == ([], False)
 
 
 def test_sweeps_of_correct_kernels_are_drawn_with_their_crossovers(

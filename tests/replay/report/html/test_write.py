@@ -4,6 +4,7 @@ import base64
 import gzip
 import html
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +18,10 @@ from replay.end_to_end.saved_outputs import safe_name
 from replay.plan.plan import Budget
 from replay.report.html import outputs as saved
 from replay.report.html.data import page_data
+from replay.report.html.model import answers, model_data
 from replay.report.html.page_writer import ReportError, write_html
 from replay.report.matrix import matrix
+from replay.rows.errors_of_output import GradientErrors, Gradients, Where
 from replay.rows.row import Row
 from tests import factories
 from tests.replay.report.html import pages
@@ -90,10 +93,48 @@ def test_a_name_that_is_markup_stays_text(page: str) -> None:
     assert html.escape(pages.HOSTILE) in page
     assert data_of(page)["groups"][1]["model"] == pages.HOSTILE
     curves = {each["kernel"] for each in data_of(page)["models"]["model"]["losses"]}
-    assert curves == {"the model's own", "kernel-2"}  # kernel-1 has a single loss
+    assert curves == {"the model's own, kernel-2"}  # kernel-1 has a single loss
     tags = re.findall(r"<(?:img|script)[^>]*>", page)
     plain = '<script type="text/plain" id="{}">'
     assert tags == [plain.format("data"), plain.format("library"), "<script>"]
+
+
+def test_curves_of_a_line_width_share_one_line() -> None:
+    checks = pages.checks("near", "far")
+    for each, offset in zip(checks, (0.0, 0.004, 0.006), strict=True):
+        each["curves"]["loss"] = [3.0, 2.0 + offset, math.nan]
+    losses = model_data(checks)["losses"]
+    assert [each["kernel"] for each in losses] == ["the model's own, near"] * 3 + ["far"] * 3
+    assert [each["loss"] for each in losses[3:]] == [3.0, 2.006, None]
+    assert {each["kernel"] for each in model_data(checks[:2])["losses"]} == {"all kernels"}
+
+
+def test_wrong_training_is_marked_and_recommended_nowhere() -> None:
+    own, _, wrong = checks = pages.checks("right", "wrong")
+    for each in checks:
+        each["steps"] = 4
+    wrong["wrong"] = "grad_key is wrong"
+    *_, last = model_data(checks)["kernels"]
+    assert (last["status"], last["reason"]) == ("trains wrongly", "grad_key is wrong")
+    assert own["measured"]["run"]["seconds"] == 0.1
+    assert [each["ms/step"] for each in model_data(checks)["kernels"]] == [25.0, 22.727, 20.833]
+    run, *_ = answers(checks)
+    assert run.startswith("one full run of 4 training steps: right 1.10×")
+
+
+def test_foretold_shares_are_those_of_the_check() -> None:
+    checks = pages.checks("kernel-1", "kernel-2", "kernel-3")
+    checks[2]["foretold"] = pages.foretold()
+    unmapped = ("columns", "by_place")  # an older check lacks them
+    old = {name: each for name, each in pages.foretold().items() if name not in unmapped}
+    checks[3]["foretold"] = old
+    (found,) = model_data(checks)["foretold"]
+    assert found["name"] == "kernel-2"
+    assert found["error"] == "PSNR 41.0 dB (± 0.5 dB)"
+    assert (found["axis"], found["columns"]) == ("phase or denoising step", ["encode", "0", "1"])
+    assert found["shares"]["blocks.1.attn"] == [None, 0.15, -0.005]
+    checks[2]["foretold"]["columns"] = ["prefill", "decode"]
+    assert model_data(checks)["foretold"][0]["axis"] == "phase"
 
 
 def test_page_forbids_network_requests(page: str) -> None:
@@ -121,6 +162,25 @@ def test_figures_are_those_of_the_rows() -> None:
     assert (wrong["correct"], wrong["status"]) == (False, "inaccurate")
 
 
+def test_worst_gradient_is_drawn_in_place_of_a_right_output() -> None:
+    where = Where(0.5, 0.01, (0, 1), (2, 3), ((0.01, 0.01), (0.01, 0.5)))
+    right, wrong = GradientErrors(0.5, 1e-4, 1e-4), GradientErrors(20.0, 0.25, 0.1, where)
+    rows = [
+        factories.row("torch-default", accuracy=factories.accuracy(tolerance_ratio=0.1)),
+        factories.row(
+            "mine",
+            status="inaccurate",
+            accuracy=factories.accuracy(tolerance_ratio=0.1, where=where),
+            gradients=Gradients(right, wrong, right),
+        ),
+    ]
+    data = page_data(rows, matrix(rows), None)
+    assert (data["rows"]["of"], data["rows"]["units"]) == (["output", "grad_key"], [0.1, 20.0])
+    assert (data["rows"]["error"][1], data["rows"]["positions"][1]) == (0.25, 64)
+    assert data["fields"][0] is None
+    assert [len(line) for line in data["fields"][1]] == [2, 2]
+
+
 def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
     nan = float("nan")
     rows = [
@@ -136,7 +196,7 @@ def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
     assert {each["error"] for each in data["pooled"]} == {None}
     assert {each["p50"] for each in data["pooled"]} == {None}
     losses = [each["loss"] for each in data["models"]["model"]["losses"]]
-    assert losses == [3.25, 2.5, 2.25, None] * 2
+    assert losses == [3.25, 2.5, 2.25, None]
 
 
 def test_errors_are_drawn_in_the_budgets_metric() -> None:

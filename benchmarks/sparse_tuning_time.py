@@ -1,0 +1,114 @@
+"""Times the stages of `tune --sparse` for CogVideoX-2b's calls (needs a GPU; 35 GB of disk).
+
+    python -m benchmarks.sparse_tuning_time [--kernels NAMES] [--scratch DIR] [--out FILE]
+
+Writes `benchmarks/results/sparse_tuning_time.csv`, one line for each stage, and prints it.
+
+The full-size CogVideoX-2b has random weights, whose attention has no pattern, so only the time is
+meaningful. Two steps are run and recorded, which are 60 calls of 17,776 tokens. The runs of the
+model that judge plans come on top: each takes as long as a run of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import models
+from benchmarks import results
+from benchmarks.gpu import gpu
+from replay.api.tuning_planner import planner_of
+from replay.api.tuning_recording import recorded
+from replay.api.tuning_sparsity import MOST_CALLS, sparse_candidates
+from replay.api.tuning_stages import Stages
+from replay.distribution.time_limit import TimeLimit
+from replay.sparsity.kernel import SparseKernel
+from replay.timing.machine import describe
+from replay.tune.directory import TuningDirectory
+from replay.tune.judged_runs import JudgedRuns
+from replay.tune.quality import QualityBudget
+from replay.tune.search import MOST_TRIALS
+
+COLUMNS = ("stage", "seconds", "detail", "machine.device", "machine.torch", "machine.triton")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kernels", default="torch-default,triton-fa3,triton-fp8")
+    parser.add_argument("--scratch", type=Path, help="directory for the recording")
+    parser.add_argument("--size", default="full", help="full, or tiny for a trial run")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "sparse_tuning_time.csv")
+    arguments = parser.parse_args()
+    device = gpu()
+    runnable = models.load(
+        "cogvideo",
+        size=arguments.size,
+        weights="random",
+        device="cuda",
+        steps=2,
+        arguments={"output_type": "latent"},
+    )
+    machine = describe(device)
+    fields = {name: getattr(machine, name.partition(".")[2]) for name in COLUMNS[3:]}
+    lines: list[dict[str, Any]] = []
+
+    @contextmanager
+    def timed(stage: str) -> Iterator[dict[str, Any]]:
+        torch.cuda.synchronize()
+        begin = time.monotonic()
+        line: dict[str, Any] = {"stage": stage}
+        yield line
+        torch.cuda.synchronize()
+        lines.append({**line, "seconds": time.monotonic() - begin, **fields})
+        print(f"{stage}: {lines[-1]['seconds']:.1f} s {line.get('detail', '')}", flush=True)
+
+    runs = JudgedRuns(runnable, [runnable.run])
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        files = TuningDirectory(Path(scratch) / "plan.json.tuning", {})
+        budget = QualityBudget("relative_l1", 0.1)
+        with files.held():
+            with torch.no_grad(), timed("run the model (warm-up)"):
+                runnable.run()
+            with torch.no_grad(), timed("count and record calls"):
+                capture = recorded(runnable, runnable.run, files, quiet=True, most=MOST_CALLS)
+            stages = Stages(
+                runnable, budget, files, arguments.kernels, 30, TimeLimit(None), True, runs
+            )
+            with timed("compare dense kernels") as line:
+                rows = stages.compared(capture)
+                line["detail"] = arguments.kernels
+            entries = stages.recorded_calls()
+            with timed("examine sparse attention") as line:
+                found = sparse_candidates(SparseKernel(), files, entries, rows, "cuda", quiet=True)
+                line["detail"] = f"{len(found.calls)} calls"
+            if not found.calls:
+                raise SystemExit("sparse attention was examined at no call: see `replay tune`")
+            pace = next(iter(found.calls.values())).pace
+            with timed("plans for all trials") as line:
+                planner, low, high = planner_of(capture, rows, sparse=found)
+                for trial in range(MOST_TRIALS):
+                    plan = planner(low * (high / low) ** (trial / (MOST_TRIALS - 1)))
+                line["detail"] = f"{len(plan.kernels)} kernels in the fastest plan"
+            lines.append(
+                {
+                    "stage": "sparse time over dense",
+                    "detail": f"{pace.fixed:.3f} + {pace.per_block:.3f} · density",
+                    **fields,
+                }
+            )
+    total = sum(line.get("seconds", 0.0) for line in lines[1:])
+    lines.append({"stage": "all stages", "seconds": total, **fields})
+    results.write_lines(lines, COLUMNS, arguments.out)
+    for line in lines:
+        print(*(results.cell(line.get(name)) for name in COLUMNS[:3]), sep="\t")
+
+
+if __name__ == "__main__":
+    main()
