@@ -324,7 +324,7 @@ SETTINGS = {
     "llama": Setting(partial(_trained, "llama", None)),
     "minilm": Setting(_minilm),
     "antiberty": Setting(_antiberty),
-    "flux": Setting(partial(_trained, "flux", None)),
+    "flux": Setting(partial(_trained, "flux", None), prompts=4),
     "cogvideo": Setting(partial(_trained, "cogvideo", None), prompts=4),
 }
 
