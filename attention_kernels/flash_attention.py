@@ -5,9 +5,8 @@ taken by keyword. Causal masks and windows are aligned bottom right: with Sq que
 the diagonal key of query i is key i + Sk - Sq. A query that sees no key gets zeros and a
 log-sum-exp of -inf (FlashAttention 2 gives +inf).
 
-`flash_attn_func` and `flash_attn_varlen_func` are differentiable, except over pages. Gradients of
-packed sequences always have the same bits; those of a batch, with `deterministic`. The log-sum-exp
-has a gradient too.
+`flash_attn_func` and `flash_attn_varlen_func` are differentiable, except over pages. With
+`deterministic`, gradients have the same bits in every run. The log-sum-exp has a gradient too.
 
 Arguments that only affect speed have no effect. Calls are checked before anything runs, from
 shapes and types alone: the values of lengths, offsets and page tables are not read, because that
@@ -156,7 +155,7 @@ def flash_attn_varlen_func(
             more programs. The output of further queries of a sequence is undefined.
         max_seqlen_k: number of keys of the longest sequence, or more; None for N · page_size, or,
             without pages, for Tk, which starts more programs of the backward pass. Further keys of
-            a sequence have gradients of zero.
+            a sequence may have gradients of zero.
         block_table: (B, N) int32, pages of each sequence. FlashAttention 3 calls it `page_table`.
         seqused_k: (B,) int32, number of valid keys of each sequence; None for all.
         k_descale, v_descale: float32, by which keys and values in pages of float8_e4m3fn or
@@ -200,7 +199,16 @@ def flash_attn_varlen_func(
         if is_differentiated and max_seqlen_k is not None:
             longest_key = int(max_seqlen_k)
         output, lse = attend(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, longest, seqused_k, *more, longest_key
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            longest,
+            seqused_k,
+            *more,
+            longest_key,
+            deterministic,
         )
     else:
         raise ValueError("cu_seqlens_k is None: needed except with pages and seqused_k")

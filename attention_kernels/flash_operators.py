@@ -31,7 +31,7 @@ saves more time than a copy of the keys takes.
 
 R rows times K keys of D numbers take 4 · R · K · D operations, at 620 TFLOPS instead of 420 (H200).
 Copying the keys and values moves 8 · K · D bytes at some 2 TB/s, as long as R = 1,300. A causal
-prefill sees half of the keys on average. In FP8, both times are about 2.4 times as long.
+prefill sees half of the keys on average.
 """
 MOST_GATHERED = 2**31
 """Maximum size of a copy of keys and values in bytes."""
@@ -52,13 +52,14 @@ def attend_packed(
     softcap: float | None,
     sinks: Tensor | None,
     longest_key: int | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return attention within each sequence of a packed batch, (Tq, Hq, Dv), and the log-sum-exp,
     (Hq, Tq) float32.
 
-    The arguments are those of `packed_prefill`, and `longest_key`, which the backward pass alone
-    needs: number of keys of the longest sequence, or more; None for Tk. The errors are those of
-    `flash_attn_varlen_func`.
+    The arguments are those of `packed_prefill`, and two that the backward pass alone needs:
+    `longest_key`, number of keys of the longest sequence, or more, None for Tk; and
+    `deterministic`. The errors are those of `flash_attn_varlen_func`.
     """
     check_tensors(query, key, value)
     check_head_dims(key, value, is_decoded=False)
@@ -149,11 +150,7 @@ def attend_to_kv_cache(
                 return output, lse
             sizes = (batch, longest_query)
             return output.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
-        units = expanded_scales(query, k_cache, v_cache, *scales, batch)
-        k_cache, v_cache = (
-            gather_pages(each, table, lengths, unit, query.dtype)
-            for each, unit in zip((k_cache, v_cache), units, strict=True)
-        )
+        k_cache, v_cache = (gather_pages(each, table, lengths) for each in (k_cache, v_cache))
         is_decoded = False
     if cu_seqlens_q is not None and not is_even:
         room = k_cache.shape[1]
@@ -224,10 +221,9 @@ def _is_gathered(
 
     Only shapes tell, as the GPU knows the lengths. In a batch with many decodes, the average number
     of queries is small. Of an uneven batch, the copy would be as large as if all sequences had the
-    longest one's keys. An FP8 cache, whose kernel over pages is slow, is multiplied by its scales,
-    for which float16 may be too small.
+    longest one's keys. `paged_batch` itself copies an FP8 cache.
     """
-    if not is_even and k_cache.dtype == query.dtype:
+    if not is_even or k_cache.dtype != query.dtype:
         return False
     batch, pages = block_table.shape
     rows = query.shape[:-1].numel() // v_cache.shape[2]
@@ -235,7 +231,7 @@ def _is_gathered(
     size = room * (k_cache.shape[3] + v_cache.shape[3]) * query.element_size()
     if rows < WORTH_GATHERING * batch or size > MOST_GATHERED:
         return False
-    if k_cache.dtype != query.dtype != torch.bfloat16 or not has_gluon_kernels(query.device):
+    if not has_gluon_kernels(query.device):
         return False
     # Gluon is imported only on a GPU that supports it.
     from attention_kernels.hopper.hopper_prefill import takes
@@ -274,7 +270,7 @@ def _(*arguments: Any) -> None:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, q_offsets, k_offsets, longest, seqused_k, scale, is_causal, *others = inputs
-    window_left, window_right, softcap, sinks, longest_key = others
+    window_left, window_right, softcap, sinks, longest_key, deterministic = others
     check_gradients(query, value, None)
     arguments = {
         "query": query,
@@ -291,13 +287,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
         "window_left": window_left,
         "window_right": window_right,
         "softcap": softcap,
+        "deterministic": deterministic,
     }
     gradients.save(ctx, output, arguments)
 
 
 def _differentiate(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, sinks = gradients.differentiate(gradients.varlen_backward, ctx, *given)
-    return query, key, value, *[None] * 9, sinks, None
+    return query, key, value, *[None] * 9, sinks, None, None
 
 
 varlen.register_autograd(_differentiate, setup_context=_save)

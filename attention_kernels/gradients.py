@@ -1,10 +1,9 @@
 """PyTorch operators for gradients of exact attention, and their registration.
 
 `torch.ops.attention_kernels.attention_backward` and `.varlen_backward` run after the forward pass
-of any kernel: they need its output and its log-sum-exp alone. The forward operators save both. The
-first runs `hopper/hopper_backward.py` where it supports the call and gradients may differ in their
-last bits from run to run, else `portable/backward.py`, as the second always does. Gradients cannot
-be differentiated again.
+of any kernel: they need its output and its log-sum-exp alone. The forward operators save both. They
+run `hopper/hopper_backward.py` where it supports the call and gradients may differ in their last
+bits from run to run, else `portable/backward.py`. Gradients cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -82,26 +81,24 @@ def attention_backward(
     elements. They have the same bits in every run if `deterministic` holds or PyTorch's
     deterministic algorithms are enabled."""
     options = AttentionOptions(bottom_right, (window_left, window_right), softcap)
-    is_free = not (deterministic or torch.are_deterministic_algorithms_enabled())
-    if is_free and has_gluon_kernels(query.device):
-        # Gluon is imported only on a GPU that supports it.
-        from attention_kernels.hopper import hopper_backward as hopper
+    if _runs_on_hopper(query, value, attn_mask, scale, softcap, deterministic):
+        from attention_kernels.hopper.hopper_backward import hopper_backward
 
-        if hopper.takes_backward(query, value, attn_mask, sinks, scale, softcap):
-            return _four(
-                hopper.hopper_backward(
-                    grad_output,
-                    query,
-                    key,
-                    value,
-                    output,
-                    lse,
-                    is_causal,
-                    scale,
-                    options=options,
-                    grad_lse=grad_lse,
-                )
+        return _four(
+            hopper_backward(
+                grad_output,
+                query,
+                key,
+                value,
+                output,
+                lse,
+                is_causal,
+                scale,
+                options=options,
+                sinks=sinks,
+                grad_lse=grad_lse,
             )
+        )
     return _four(
         backward(
             grad_output,
@@ -141,9 +138,10 @@ def varlen_backward(
     window_left: int | None,
     window_right: int | None,
     softcap: float | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of packed tensors, (T, H, D), and of the sinks. Tokens that belong to no
-    sequence have gradients of zero."""
+    """Return the gradients of packed tensors, (T, H, D), and of the sinks, as
+    `attention_backward` does. Tokens that belong to no sequence have gradients of zero."""
     batches = cu_seqlens_q.shape[0] - 1
     lengths = Lengths(
         "packed",
@@ -153,24 +151,66 @@ def varlen_backward(
         vector("cu_seqlens_k", cu_seqlens_k, batches + 1),
         vector("seqused_k", seqused_k, batches),
     )
-    found = backward(
-        _BHSD(grad_output),
-        _BHSD(query),
-        _BHSD(key),
-        _BHSD(value),
-        None,
-        _BHSD(output),
-        lse[None],
-        is_causal,
-        scale,
-        lengths,
-        longest_key=longest_key,
-        options=AttentionOptions(True, (window_left, window_right), softcap),
-        sinks=sinks,
-        grad_lse=None if grad_lse is None else grad_lse[None],
-    )
+    grad_output, query, key, value, output = map(_BHSD, (grad_output, query, key, value, output))
+    options: dict[str, Any] = {
+        "options": AttentionOptions(True, (window_left, window_right), softcap),
+        "sinks": sinks,
+        "grad_lse": None if grad_lse is None else grad_lse[None],
+    }
+    if batches > 0 and _runs_on_hopper(
+        query, value, None, scale, softcap, deterministic, is_packed=True
+    ):
+        from attention_kernels.hopper.hopper_backward import hopper_backward
+
+        found = hopper_backward(
+            grad_output,
+            query,
+            key,
+            value,
+            output,
+            lse[None],
+            is_causal,
+            scale,
+            lengths,
+            **options,
+        )
+    else:
+        found = backward(
+            grad_output,
+            query,
+            key,
+            value,
+            None,
+            output,
+            lse[None],
+            is_causal,
+            scale,
+            lengths,
+            longest_key=longest_key,
+            **options,
+        )
     of_query, of_key, of_value, of_sinks = _four(found)
     return _THD(of_query), _THD(of_key), _THD(of_value), of_sinks
+
+
+def _runs_on_hopper(
+    query: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool,
+    is_packed: bool = False,
+) -> bool:
+    """Return whether the Hopper kernel computes the gradients of a call."""
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        return False
+    if not has_gluon_kernels(query.device):
+        return False
+    # Gluon is imported only on a GPU that supports it.
+    from attention_kernels.hopper.hopper_backward import takes_backward
+
+    return takes_backward(query, value, attn_mask, scale, softcap, is_packed)
 
 
 @attention_backward.register_fake

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
-from replay.timing.machine import describe
 
 KERNELS = (
     "triton-fa3",
@@ -43,9 +42,7 @@ COLUMNS = (
     "mean of the values",
     "keys",
     "relative L1",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 
@@ -54,7 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "accumulation.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
+    machine = measured_on(device)
     lines: list[dict[str, Any]] = []
     for mean in MEANS:
         for length in LENGTHS:
@@ -71,9 +68,7 @@ def main() -> None:
                         "mean of the values": mean,
                         "keys": length,
                         "relative L1": float(error.abs().sum() / expected.abs().sum()),
-                        "machine.device": machine.device,
-                        "machine.torch": machine.torch,
-                        "machine.triton": machine.triton,
+                        **machine,
                     }
                 )
                 print(f"{mean} {length:6} {name:32} {lines[-1]['relative L1']:.3%}")

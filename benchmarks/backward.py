@@ -1,6 +1,6 @@
 """Checks and times the backward pass of `attention` beside SDPA's backends (needs a GPU).
 
-    python -m benchmarks.backward [--out FILE]
+    python -m benchmarks.backward [--head-dim 256 --head-dim 192/128] [--out FILE]
 
 First compares gradients of small calls with the formula in float64. An error is given in units of
 the error of the formula in the tensors' own type, once for the whole gradient; more than 2 fails.
@@ -8,10 +8,12 @@ Gradients must also have the same bits in three runs, except those of the query 
 `portable` is `attention` with `deterministic`, which never runs the Hopper backward.
 
 Then times the backward pass alone, of 16,384 tokens with 16 heads, for both, for cuDNN's and
-FlashAttention 2's backward in SDPA, and for FlashAttention 3 and 4 if they are installed. They take
-turns in rounds of a few calls each; a ratio is the median over the rounds of a kernel's time / the
-time of `attention`. TFLOPS count 2.5 times the forward's operations. Takes less than two minutes.
-Writes the lines to FILE, such as `benchmarks/results/backward.csv`.
+FlashAttention 2's backward in SDPA, and for FlashAttention 3 and 4 if they are installed: batches,
+and causal sequences of 82 to 8,192 tokens, packed, beside PyTorch's `varlen_attn`. Calls with a
+soft cap have no rival in PyTorch. Kernels take turns in rounds of a few calls each; a ratio is the
+median over the rounds of a kernel's time / the time of `attention`. TFLOPS count 2.5 times the
+forward's operations. Takes some five minutes. Writes the lines to FILE, such as
+`benchmarks/results/backward.csv`.
 """
 
 from __future__ import annotations
@@ -47,9 +49,18 @@ BACKENDS = {
     "torch-flash": SDPBackend.FLASH_ATTENTION,
 }
 LIBRARIES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
-"""Modules with a `flash_attn_func`, for tensors (B, S, H, D)."""
+"""Modules with a `flash_attn_func`, for tensors (B, S, H, D), and a `flash_attn_varlen_func`."""
+REFUSALS = (AssertionError, NotImplementedError, RuntimeError, ValueError)
+"""Errors with which libraries refuse a call, some of them only in the backward pass."""
 TOKENS, HEADS = 16384, 16
 LENGTHS = (1024, 2048, 4096, 8192)
+WIDTHS = {
+    "128": (128, 128), "64": (64, 64), "96": (96, 96), "256": (256, 256), "192/128": (192, 128)
+}  # fmt: skip
+"""Head dimensions of key and value by name."""
+PACKED = (8192, 82, 4096, 2048, 130, 1024, 512, 300)
+"""Tokens of each packed sequence."""
+SOFTCAP = 30.0
 ROUNDS, TOGETHER = 12, 4
 LARGEST_ERROR = 2.0
 
@@ -59,9 +70,9 @@ BOTTOM = ak.AttentionOptions(bottom_right=True)
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, torch.dtype, Sizes, dict[str, Any]]]:
-    """Yield 20 calls: name, type, sizes and arguments of `attention`."""
+    """Yield 25 calls: name, type, sizes and arguments of `attention`."""
     half, bfloat = torch.float16, torch.bfloat16
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         yield f"full {dim}", bfloat, (2, 4, 4, 512, 512, dim, dim), {}
         yield f"causal {dim}", bfloat, (2, 4, 2, 513, 513, dim, dim), {"is_causal": True}
         shape = 2, 4, 1, 300, 700, dim, dim
@@ -127,25 +138,30 @@ def check(device: torch.device, kernel: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def installed() -> dict[str, Callable[..., Any]]:
-    """Return the functions of `LIBRARIES` by kernel, and print which are absent."""
+def installed() -> dict[str, Any]:
+    """Return the modules of `LIBRARIES` by kernel, and print which are absent."""
     found = {}
     for name, module in LIBRARIES.items():
         try:
-            found[name] = importlib.import_module(module).flash_attn_func
+            found[name] = importlib.import_module(module)
         except ImportError as error:
             print(f"{name} is not installed: {error}")
     return found
 
 
+Runs = dict[str, Callable[[], object]]
+"""Functions that run the backward pass alone, by kernel; a rival that is absent or refuses the call
+has none."""
+
+
 def backwards(
-    length: int, head_dim: int, is_causal: bool, device: torch.device
-) -> dict[str, Callable[[], object]]:
-    """Return functions that run the backward pass alone, by kernel; a rival that is absent or
-    refuses the call has none."""
-    shape = TOKENS // length, HEADS, length, head_dim
+    length: int, width: str, is_causal: bool, softcap: float | None, device: torch.device
+) -> Runs:
+    """Return runs of a batch of sequences of one length."""
+    dim, v_dim = WIDTHS[width]
     query, key, value, above = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)
+        torch.randn(TOKENS // length, HEADS, length, each, device=device, dtype=torch.bfloat16)
+        for each in (dim, dim, v_dim, v_dim)
     )
     leaves = query, key, value
     for leaf in leaves:
@@ -156,22 +172,57 @@ def backwards(
 
     found = {}
     for name, deterministic in OURS.items():
-        options = ak.AttentionOptions(deterministic=deterministic)
+        options = ak.AttentionOptions(softcap=softcap, deterministic=deterministic)
         found[name] = of(ak.attention(*leaves, is_causal=is_causal, options=options))
-    for name, backend in BACKENDS.items():
+    for name, backend in ({} if softcap else BACKENDS).items():
         try:
             with sdpa_kernel(backend):
                 output = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
             found[name] = of(output)
         except RuntimeError as error:
             print(f"{name}: {str(error).splitlines()[0]}")
-    for name, function in installed().items():
-        output = function(*(each.transpose(1, 2) for each in leaves), causal=is_causal)
+    for name, module in installed().items():
+        tensors = (each.transpose(1, 2) for each in leaves)
+        try:
+            output = module.flash_attn_func(*tensors, causal=is_causal, softcap=softcap or 0.0)
+        except REFUSALS as error:
+            print(f"{name}: {(str(error) or repr(error)).splitlines()[0]}")
+            continue
         output = output[0] if isinstance(output, tuple) else output
         found[name] = of(output.transpose(1, 2))
-    for run in found.values():
-        run()
     return found
+
+
+def packed_backwards(head_dim: int, device: torch.device) -> Runs:
+    """Return runs of the `PACKED` sequences, causal."""
+    starts = torch.tensor((0, *PACKED), device=device).cumsum(0).int()
+    query, key, value, above = (
+        torch.randn(sum(PACKED), HEADS, head_dim, device=device, dtype=torch.bfloat16)
+        for _ in range(4)
+    )
+    leaves = query, key, value
+    for leaf in leaves:
+        leaf.requires_grad_()
+    given = *leaves, starts, starts, max(PACKED), max(PACKED)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    named: dict[str, Any] = dict(zip(names, given[3:], strict=True))
+    outputs = {
+        name: ak.flash_attn_varlen_func(*leaves, **named, causal=True, deterministic=deterministic)
+        for name, deterministic in OURS.items()
+    }
+    for name, module in installed().items():
+        output = module.flash_attn_varlen_func(*leaves, **named, causal=True)
+        outputs[name] = output[0] if isinstance(output, tuple) else output
+    try:
+        varlen = importlib.import_module("torch.nn.attention.varlen")
+        outputs["torch-flash"] = varlen.varlen_attn(*given, window_size=(-1, 0))
+    except (ImportError, TypeError, RuntimeError) as error:
+        print(f"varlen_attn: {str(error).splitlines()[0]}")
+
+    def of(output: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(output, leaves, above, retain_graph=True)
+
+    return {name: of(output) for name, output in outputs.items()}
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -184,43 +235,86 @@ def milliseconds(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / TOGETHER
 
 
-def time_group(head_dim: int, is_causal: bool, device: torch.device) -> list[dict[str, Any]]:
-    """Print and return the times of one head dimension, full or causal."""
-    kernels = (*OURS, *BACKENDS, *installed())
-    print(f"\nhead_dim {head_dim}, {'causal' if is_causal else 'full'}: TFLOPS (ratio to ours)\n")
-    print(f"| length | {' | '.join(kernels)} |\n|---:|{'---:|' * len(kernels)}")
+def time_runs(runs: Runs, operations: float, **named: Any) -> list[dict[str, Any]]:
+    """Print a row of the table of a call's times, and return the lines of the kernels."""
+    for name, run in list(runs.items()):
+        try:
+            run()
+        except REFUSALS as error:
+            if name in OURS:
+                raise
+            print(f"{name}: {(str(error) or repr(error)).splitlines()[0]}")
+            del runs[name]
+    rounds = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(ROUNDS)]
     lines: list[dict[str, Any]] = []
-    for length in LENGTHS:
-        runs = backwards(length, head_dim, is_causal, device)
-        rounds = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(ROUNDS)]
-        operations = 2.5 * 4 * TOKENS * length * HEADS * head_dim / (2 if is_causal else 1)
-        cells = []
-        for name in kernels:
-            if name not in runs:
-                cells.append("")
-                continue
-            time = statistics.median(each[name] for each in rounds)
-            ratio = statistics.median(each[name] / each["attention"] for each in rounds)
-            tflops = operations / time / 1e9
-            cells.append(f"{tflops:.0f}" + ("" if name == "attention" else f" ({ratio:.2f})"))
-            line = {"kind": "time", "kernel": name, "head_dim": head_dim, "is_causal": is_causal}
-            lines.append(
-                {**line, "length": length, "time_ms": time, "tflops": tflops, "ratio": ratio}
-            )
-        print(f"| {length} | {' | '.join(cells)} |", flush=True)
+    cells = []
+    for name in (*OURS, *BACKENDS, *installed()):
+        if name not in runs:
+            cells.append("")
+            continue
+        time = statistics.median(each[name] for each in rounds)
+        ratio = statistics.median(each[name] / each["attention"] for each in rounds)
+        tflops = operations / time / 1e9
+        cells.append(f"{tflops:.0f}" + ("" if name == "attention" else f" ({ratio:.2f})"))
+        lines.append({**named, "kernel": name, "time_ms": time, "tflops": tflops, "ratio": ratio})
+    print(f"| {named['length']} | {' | '.join(cells)} |", flush=True)
     return lines
+
+
+def print_head(title: str) -> None:
+    kernels = (*OURS, *BACKENDS, *installed())
+    print(f"\n{title}: TFLOPS (ratio to ours)\n")
+    print(f"| length | {' | '.join(kernels)} |\n|---:|{'---:|' * len(kernels)}")
+
+
+def operations_of(pairs: int, width: str) -> float:
+    """Return the operations of a backward pass over pairs of queries and keys."""
+    return 2.5 * 2 * pairs * HEADS * sum(WIDTHS[width])
+
+
+def time_group(
+    width: str, is_causal: bool, device: torch.device, softcap: float | None = None
+) -> list[dict[str, Any]]:
+    """Print and return the times of one entry of `WIDTHS`, full or causal."""
+    title = f"head_dim {width}, {'causal' if is_causal else 'full'}"
+    print_head(title + (f", soft cap {softcap}" if softcap else ""))
+    lines = []
+    named = {"kind": "soft cap" if softcap else "time", "head_dim": width}
+    for length in LENGTHS:
+        runs = backwards(length, width, is_causal, softcap, device)
+        operations = operations_of(TOKENS * length // (2 if is_causal else 1), width)
+        lines += time_runs(runs, operations, **named, is_causal=is_causal, length=length)
+    return lines
+
+
+def time_packed(width: str, device: torch.device) -> list[dict[str, Any]]:
+    """Print and return the times of packed sequences."""
+    runs = packed_backwards(WIDTHS[width][0], device)
+    print_head(f"head_dim {width}, causal, packed sequences of {min(PACKED)} to {max(PACKED)}")
+    operations = operations_of(sum(each**2 for each in PACKED) // 2, width)
+    named = {"kind": "packed", "head_dim": width, "is_causal": True, "length": sum(PACKED)}
+    return time_runs(runs, operations, **named)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="CSV file to write (default: none)")
+    parser.add_argument(
+        "--head-dim",
+        choices=WIDTHS,
+        action="append",
+        help="head dimension to time, repeatable (default: all)",
+    )
     arguments = parser.parse_args()
     device = gpu()
     torch.manual_seed(0)
     lines = [line for kernel in OURS for line in check(device, kernel)]
-    for head_dim in (128, 64):
-        for is_causal in (False, True):
-            lines += time_group(head_dim, is_causal, device)
+    for width in arguments.head_dim or WIDTHS:
+        for is_causal in (False, True) if width != "96" else (True,):
+            lines += time_group(width, is_causal, device)
+        if width in ("64", "128"):
+            lines += time_packed(width, device)
+            lines += time_group(width, True, device, SOFTCAP)
     if arguments.out:
         import triton
 

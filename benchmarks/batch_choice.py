@@ -1,6 +1,7 @@
 """Error of computing the time of 1,000 batches of an engine from at most 40 of them.
 
-    python -m benchmarks.batch_choice [--device cuda] [--seconds 480] [--kernel NAME] [--trace NAME]
+    python -m benchmarks.batch_choice [--seconds 480] [--kernel NAME] [--trace NAME]   needs a GPU
+    python -m benchmarks.batch_choice --kernel roofline                                needs none
 
 A toy engine (`benchmarks.traffic`) makes the batches. `record`'s own sampler chooses those whose
 tensors a recording would keep. They and the others, in random order until the time is over, are
@@ -12,10 +13,8 @@ the chosen batches alone, for each phase and for all, by several models:
 - `work`: that time, times the ratio of their work (`replay.plan.batch_matching`), as in `replay`;
 - `linear`: a least-squares fit of the chosen batches' times to a constant, keys and pairs.
 
-On a CPU, the kernel is SDPA on one sequence after the other, with small heads, and the run is a
-check of the program, not a result. With `--kernel roofline`, times are computed instead of measured
-(an H100's operations or bytes, whichever take longer, for each sequence), which shows the error of
-the choice alone.
+With `--kernel roofline`, times are computed instead of measured (an H100's operations or bytes,
+whichever take longer, for each sequence), which shows the error of the choice alone.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu import gpu
 from benchmarks.traffic import TRACES, batches
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
@@ -43,29 +41,14 @@ from replay.plan.batch_matching import weights
 
 KERNELS = ("fa3-kvcache", "fa4-varlen", "fa2-varlen")
 """Kernels for packed queries over pages; the first that runs the batches is the default."""
-BY_SEQUENCE, ROOFLINE = "sdpa-by-sequence", "roofline"
+ROOFLINE = "roofline"
 MOST, SAMPLES, CHUNK = 40, 7, 8192
 """Numbers of chosen batches, of samples of a time, and of tokens of the engine's largest step."""
-LONG_MS = 20.0
-"""Time limit for the samples of one call on a CPU."""
 CACHE_BYTES, WAIT_CYCLES = 2**28, 2_000_000
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a layer."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-
-
-SIZES = {
-    "cuda": Sizes(32, 8, 128, 16, torch.bfloat16),
-    "cpu": Sizes(4, 2, 32, 16, torch.float32),
-}
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+"""Sizes of a layer."""
 
 
 def choose(phases: Sequence[str], sizes: Sequence[BatchSize], most: int) -> list[int]:
@@ -81,22 +64,19 @@ def choose(phases: Sequence[str], sizes: Sequence[BatchSize], most: int) -> list
 class Layer:
     """Cache of one layer, large enough for each of some batches, and their calls."""
 
-    def __init__(self, sizes: Sizes, everyone: Sequence[Batch], device: torch.device) -> None:
-        self._sizes, self._device = sizes, device
-        self._pages = max(sum(self._counts(batch)) for batch in everyone)
-        shape = (2, self._pages, sizes.page_size, sizes.kv_heads, sizes.head_dim)
-        self._cache = torch.randn(shape, dtype=sizes.dtype, device=device).transpose(2, 3)
-
-    def _counts(self, batch: Batch) -> list[int]:
-        return [-(-length // self._sizes.page_size) for length in batch.keys]
+    def __init__(self, everyone: Sequence[Batch], device: torch.device) -> None:
+        self._device = device
+        self._pages = max(sum(_page_counts(batch)) for batch in everyone)
+        shape = (2, self._pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        self._cache = torch.randn(shape, dtype=torch.bfloat16, device=device).transpose(2, 3)
 
     def call(self, batch: Batch) -> AttentionCall:
         """Return the call of a batch, whose pages lie anywhere in the cache."""
-        sizes, device, counts = self._sizes, self._device, self._counts(batch)
+        device, counts = self._device, _page_counts(batch)
         shuffled = torch.randperm(self._pages, dtype=torch.int32)[: sum(counts)].split(counts)
         table = torch.nn.utils.rnn.pad_sequence(list(shuffled), batch_first=True)
         queries = torch.randn(
-            sum(batch.queries), sizes.q_heads, sizes.head_dim, dtype=sizes.dtype, device=device
+            sum(batch.queries), Q_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device
         )
         starts = torch.tensor([0, *batch.queries]).cumsum(0)
         return AttentionCall(
@@ -114,34 +94,13 @@ class Layer:
         )
 
 
-def by_sequence(call: AttentionCall) -> Callable[[], object]:
-    """Return SDPA on each sequence; each reads its pages and its causal mask ends at its end."""
-    assert call.cu_seqlens_q is not None
-    assert call.page_table is not None
-    assert call.seqused_k is not None
-    starts, lengths = call.cu_seqlens_q.tolist(), call.seqused_k.tolist()
-    table, page_size = call.page_table.long(), call.key.shape[2]
-
-    def run() -> list[Tensor]:
-        outputs = []
-        for at, length in enumerate(lengths):
-            pages = table[at, : -(-length // page_size)]
-            key, value = (
-                pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length]
-                for pool in (call.key, call.value)
-            )
-            query = call.query[:, :, starts[at] : starts[at + 1]]
-            rows = torch.arange(length - query.shape[2], length)[:, None]
-            mask = None if query.shape[2] == 1 else rows >= torch.arange(length)
-            outputs.append(scaled_dot_product_attention(query, key, value, mask, enable_gqa=True))
-        return outputs
-
-    return run
+def _page_counts(batch: Batch) -> list[int]:
+    return [-(-length // PAGE_SIZE) for length in batch.keys]
 
 
-def roofline_ms(batch: Batch, sizes: Sizes) -> float:
+def roofline_ms(batch: Batch) -> float:
     """Return the time of a batch at 600·10¹² operations and 3·10¹² bytes per second."""
-    per_pair, per_key = (4 * sizes.head_dim * heads for heads in (sizes.q_heads, sizes.kv_heads))
+    per_pair, per_key = (4 * HEAD_DIM * heads for heads in (Q_HEADS, KV_HEADS))
     alone = (Batch((query,), (keys,)).size for query, keys in zip(*batch, strict=True))
     seconds = (max(per_pair * one.pairs / 600e12, per_key * one.keys / 3e12) for one in alone)
     return 0.005 + 1000 * sum(seconds)
@@ -153,26 +112,24 @@ def core(kernel: str, call: AttentionCall) -> Callable[[], object]:
     Raises:
         SystemExit: the kernel cannot run the call.
     """
-    if kernel == BY_SEQUENCE:
-        return by_sequence(call)
     found = find(kernel)
-    if reason := found.unavailable(call.device) or found.refuses(call):
+    if reason := _reason(kernel, call):
         raise SystemExit(f"{kernel}: {reason}")
     if found.prepare is not None:
         return found.prepare(call)
     return lambda: found.attention(**call.arguments())
 
 
-def measured(run: Callable[[], object], device: torch.device, buffer: Tensor) -> float:
-    """Return the median time of a call in ms: of a GPU after other reads, of a CPU's thread."""
+def _reason(name: str, call: AttentionCall) -> str | None:
+    kernel = find(name)
+    return kernel.unavailable(call.device) or kernel.refuses(call)
+
+
+def measured(run: Callable[[], object], buffer: Tensor) -> float:
+    """Return the median time of a call in ms, after other reads."""
     run()
     samples: list[float] = []
-    while len(samples) < SAMPLES and (device.type == "cuda" or sum(samples) < LONG_MS):
-        if device.type == "cpu":
-            begin = time.thread_time()
-            run()
-            samples.append(1000 * (time.thread_time() - begin))
-            continue
+    for _ in range(SAMPLES):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(WAIT_CYCLES)  # until the host has enqueued the sample
         buffer.sum()
@@ -232,38 +189,37 @@ MODELS: dict[str, Model] = {
 
 
 def main() -> None:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default=default, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=480, help="time limit (default: 480)")
-    parser.add_argument("--kernel", help=f"kernel to time (default: the first of {KERNELS})")
+    parser.add_argument(
+        "--kernel",
+        help=f"kernel to time, or {ROOFLINE} (default: the first of {KERNELS} that runs)",
+    )
     parser.add_argument("--trace", choices=TRACES, default="conversation")
     parser.add_argument("--rate", type=float, default=2.0, help="times the trace's (default: 2)")
     parser.add_argument("--batches", type=int, default=1000, help="(default: 1000)")
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.seconds
-    device = torch.device(arguments.device)
-    torch.set_num_threads(1)
-    sizes = SIZES["cuda" if arguments.kernel == ROOFLINE else device.type]
+    kernel = arguments.kernel
+    device = torch.device("cpu") if kernel == ROOFLINE else gpu()
     made = batches(arguments.trace, arguments.batches, CHUNK, arguments.rate)
     phases, everyone = [phase for phase, _ in made], [batch for _, batch in made]
     figures = [batch.size for batch in everyone]
     chosen = choose(phases, figures, MOST)
-    kernel = arguments.kernel or BY_SEQUENCE
     if kernel != ROOFLINE:
-        layer = Layer(sizes, everyone, device)
-    if arguments.kernel is None and device.type == "cuda":
+        layer = Layer(everyone, device)
+        buffer = torch.zeros(CACHE_BYTES // 4, device=device)
+    if kernel is None:
         call = layer.call(everyone[chosen[0]])
         able = (name for name in KERNELS if not _reason(name, call))
         kernel = next(able, None) or parser.error(f"none of {', '.join(KERNELS)} runs here")
-    buffer = torch.zeros(CACHE_BYTES // 4 if device.type == "cuda" else 1, device=device)
     draw, others = random.Random(0), [at for at in range(len(made)) if at not in set(chosen)]
     draw.shuffle(others)
 
     def timed_now(at: int) -> float:
         if kernel == ROOFLINE:
-            return roofline_ms(everyone[at], sizes)
-        return measured(core(kernel, layer.call(everyone[at])), device, buffer)
+            return roofline_ms(everyone[at])
+        return measured(core(kernel, layer.call(everyone[at])), buffer)
 
     # The chosen batches are timed before and after the others, because the machine's speed changes.
     begin = time.monotonic()
@@ -275,10 +231,10 @@ def main() -> None:
     last = {at: timed_now(at) for at in draw.sample(chosen, len(chosen))}
     times |= {at: (first[at] + last[at]) / 2 for at in chosen}
     drift = sum(last.values()) / sum(first.values()) - 1
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = "no GPU" if kernel == ROOFLINE else torch.cuda.get_device_name(device)
     print(
         f"{name}, torch {torch.__version__}, {kernel}, {arguments.trace} × {arguments.rate:g}, "
-        f"{sizes.q_heads}/{sizes.kv_heads} heads × {sizes.head_dim}"
+        f"{Q_HEADS}/{KV_HEADS} heads × {HEAD_DIM}"
     )
     print(f"The chosen batches took {drift:+.1%} at the end. Error of the computed total:")
     print(f"{'phase':8} {'batches':>8} {'timed':>6} {'chosen':>7} {'ms':>10}", end="")
@@ -299,11 +255,6 @@ def main() -> None:
         _print_line(phase, phases.count(phase), timed, known, times, errors)
     errors = {model: total / sum(times.values()) - 1 for model, total in totals.items()}
     _print_line("all", len(made), list(times), chosen, times, errors)
-
-
-def _reason(name: str, call: AttentionCall) -> str | None:
-    kernel = find(name)
-    return kernel.unavailable(call.device) or kernel.refuses(call)
 
 
 def _print_line(

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 import models
 from benchmarks import results
+from benchmarks.gpu import measured_on
 from capture import record
 from replay.end_to_end.model_clock import Clock
-from replay.timing.machine import describe
 from replay.timing.statistics import summarize
 
 GIB = 2**30
-MACHINE = ("device", "torch", "cuda", "usable_cpus")
+MACHINE = ("machine.device", "machine.torch", "machine.cuda", "machine.usable_cpus")
 COLUMNS = (
     "model",
     "weights",
@@ -46,7 +46,7 @@ COLUMNS = (
     "p50",
     "p90",
     "n",
-    *(f"machine.{name}" for name in MACHINE),
+    *MACHINE,
 )
 
 
@@ -101,11 +101,10 @@ def main() -> None:
             device=arguments.device,
         )
         device = torch.device(runnable.settings["device"])
-    machine = describe(device)
     figures = Figures(
         runnable.name if runnable else "tiny calls",
         runnable.weights if runnable else "random",
-        {f"machine.{name}": getattr(machine, name) for name in MACHINE},
+        measured_on(device, MACHINE),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         if runnable is not None:

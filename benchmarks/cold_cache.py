@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from replay.kernels.registry import find
-from replay.timing.machine import describe
 from replay.workloads.random_calls import Spec
 
 ROUNDS = 30
@@ -55,9 +54,7 @@ COLUMNS = (
     "kernel",
     *(f"{name}, µs" for name in BEHIND),
     *(f"{name} / layer" for name in BEHIND[:2]),
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 
@@ -66,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "cold_cache.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
+    machine = measured_on(device)
     before = _before(device)
     lines: list[dict[str, Any]] = []
     for name, spec in CALLS.items():
@@ -82,9 +79,7 @@ def main() -> None:
                     "kernel": kernel.name,
                     **{f"{each}, µs": time for each, time in times.items()},
                     **{f"{each} / layer": share for each, share in shares.items()},
-                    "machine.device": machine.device,
-                    "machine.torch": machine.torch,
-                    "machine.triton": machine.triton,
+                    **machine,
                 }
             )
             shown = ", ".join(f"{each} {time:.1f} µs" for each, time in times.items())

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from replay.rows.fields import leaf
-from replay.timing.machine import describe
+from benchmarks.gpu import measured_on
 from tests.replay.doctor_faults.answers import FAULTS, HEALTHY, HERE, SAID_OF_RACING, Fault
 from tests.replay.doctor_faults.recordings import HEALTHY as HEALTHY_CALLS
 from tests.replay.doctor_faults.recordings import RECORDINGS
 
+MACHINE = ("machine.device", "machine.python", "machine.torch")
 COLUMNS = (
     "cause",
     "planted",
@@ -45,9 +45,7 @@ COLUMNS = (
     "head.right",
     "calls",
     "findings",
-    "machine.device",
-    "machine.python",
-    "machine.torch",
+    *MACHINE,
 )
 NO_FAULT = "healthy"
 
@@ -185,9 +183,8 @@ def main() -> None:
     for each in lines:
         print(", ".join(f"{name} {value}" for name, value in each.items()))
     if arguments.only is None:
-        machine = {"machine": vars(describe(torch.device("cpu")))}
-        told = {name: leaf(machine, name) for name in COLUMNS if name.startswith("machine.")}
-        results.write_lines([{**each, **told} for each in lines], COLUMNS, arguments.out)
+        machine = measured_on(torch.device("cpu"), MACHINE)
+        results.write_lines([each | machine for each in lines], COLUMNS, arguments.out)
 
 
 if __name__ == "__main__":

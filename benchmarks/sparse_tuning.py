@@ -39,10 +39,14 @@ from replay.api.tuning_recording import recorded
 from replay.api.tuning_stages import Stages
 from replay.distribution.time_limit import TimeLimit
 from replay.end_to_end.model_process import OWN
+from replay.kernels.registry import find
 from replay.plan.choose import WithinTotal
 from replay.plan.plan import Budget, Plan
+from replay.sketches.make_sketch import make_sketch
+from replay.sketches.sketch import ErrorSketch
 from replay.sparsity.candidates import SparseCandidates
 from replay.sparsity.examined_calls import examine
+from replay.sparsity.foretold_sensitivity import DIRECTIONS, by_head, kernels_of
 from replay.sparsity.settings import DENSE, Setting, named, shares_of
 from replay.tune.directory import TuningDirectory
 from replay.tune.judged_runs import JudgedRuns
@@ -187,8 +191,16 @@ class Problem:
     def drift(self, error: Tensor) -> float:
         return float(error.abs().sum() / self.denoising.own.abs().sum())
 
-    def loss(self, plan: Plan) -> float:
-        return self.drift(self.error(plan)) ** 2
+    def sketch(self) -> ErrorSketch:
+        """Return the sketch from which `tune` takes the sensitivities."""
+        return make_sketch(
+            self.denoising.runnable.roots,
+            [self.denoising.latents],
+            [find(name) for name in kernels_of(EMULATED.name)],
+            model="flux",
+            directions=DIRECTIONS,
+            by_head=by_head,
+        )
 
     def tuned(self, budget: float, planner: Planner, low: float, high: float) -> tuple[Plan, int]:
         """Return the fastest plan within a budget that `tune` finds, and the number of trials."""
@@ -250,9 +262,9 @@ def compared(prompt: int, scratch: Path) -> Iterator[dict[str, Any]]:
     problem = Problem(prompt, scratch)
     measured, worst = exhaustive(problem)
     machine = {name: getattr(problem.machine, name.partition(".")[2]) for name in MACHINE}
-    for name, loss in (("measured", problem.loss), ("none", None)):
+    for name, sketch in (("foretold", problem.sketch()), ("none", None)):
         planner, low, high = planner_of(
-            problem.capture, problem.rows, sparse=problem.candidates, loss=loss
+            problem.capture, problem.rows, sketch, sparse=problem.candidates
         )
         for budget in BUDGETS:
             plan, trials = problem.tuned(budget, planner, low, high)

@@ -37,7 +37,7 @@ from torch._dynamo.utils import (
 import attention_replay as ar
 import models
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from benchmarks.plan_by_step import plan_of, text_of
 from benchmarks.plan_cost import plan_cost
 from capture.hooks.modules import denoisers
@@ -52,7 +52,6 @@ from replay.plan.plan_device import type_of
 from replay.report.cells import interval_text
 from replay.rows.row import KernelId, Row
 from replay.timing.defaults import MINIMUM_ROUNDS
-from replay.timing.machine import describe
 
 OWN = "benchmarks/own_denoiser.py:denoiser"
 MODELS = {  # steps, recorded calls and modes
@@ -71,15 +70,8 @@ logger = logging.getLogger(__name__)
 COLUMNS = (
     *("model", "mode", "span", "steps", "plan", "attention_share", "predicted", "measured", "low"),
     *("high", "error", "graphs", "graph_breaks", "recompiled", "recompiled_again", "plan_us"),
-    *(
-        "step_us",
-        "cuda_graph",
-        "holds",
-        "reason",
-        "machine.device",
-        "machine.torch",
-        "machine.triton",
-    ),
+    *("step_us", "cuda_graph", "holds", "reason"),
+    *MACHINE,
 )
 
 
@@ -127,9 +119,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     device = gpu() if arguments.size == "full" else torch.device("cpu")
     limit = Limit(time.monotonic() + arguments.seconds)
-    machine = describe(device)
-    common = {f"machine.{name}": getattr(machine, name) for name in ("device", "torch", "triton")}
-    common |= plan_cost(device)._asdict()
+    common = measured_on(device) | plan_cost(device)._asdict()
     lines: list[dict[str, Any]] = []
 
     def write(found: dict[str, Any]) -> None:

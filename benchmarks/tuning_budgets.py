@@ -1,6 +1,7 @@
 """Tunes the trained built-in models within random budgets, and judges the plans on other prompts.
 
     python -m benchmarks.tuning_budgets [--tunings 50] [--models cogvideo,flux,llama] [--out FILE]
+    python -m benchmarks.tuning_budgets --sketch [--tunings 10]
 
 Needs no GPU. Writes `benchmarks/results/tuning_budgets.csv`, one line a tuning.
 
@@ -14,6 +15,10 @@ the search and others for acceptance. At the end, the plan is judged on a third 
 limit of the budget is drawn between the quality of the fastest plan and that of the most careful
 one, on a logarithmic scale of the loss. The outputs of a plan are kept for the model's other
 tunings.
+
+With `--sketch`, each budget has two tunings, and the second takes its plans from a sketch
+(`replay.sketches`). Flux is then judged on the run that it is tuned on, without acceptance. The
+lines are written to `benchmarks/results/sketched_tuning.csv`.
 """
 
 from __future__ import annotations
@@ -39,13 +44,15 @@ from torch import nn
 
 from benchmarks import results
 from benchmarks.plan_alternatives import BASELINE, MODELS, times
-from benchmarks.trained_runs import Run, trained_runs
+from benchmarks.trained_runs import TEXT_TOKENS, Run, trained_runs
 from replay.api.tuning_planner import planner_of
 from replay.api.tuning_recording import recorded
-from replay.api.tuning_stages import Stages
+from replay.api.tuning_stages import LEAST_PROMPTS, Stages
 from replay.distribution.time_limit import TimeLimit
+from replay.kernels.registry import find
 from replay.plan.plan import Plan
 from replay.rows.row import Row
+from replay.sketches.make_sketch import make_sketch
 from replay.timing.statistics import summarize
 from replay.tune.directory import TuningDirectory
 from replay.tune.judge import Judge
@@ -70,7 +77,18 @@ LEAST_LOSS = 0.01
 """Smallest loss of quality that is drawn, as a share of the fastest plan's."""
 
 MACHINE = ("machine.device", "machine.python", "machine.torch")
-COLUMNS = ("model", "metric", "limit", *PARTS, "holds", "saved", "judged", "seconds", *MACHINE)
+COLUMNS = (
+    "model",
+    "sketch",
+    "metric",
+    "limit",
+    *PARTS,
+    "holds",
+    "saved",
+    "judged",
+    "seconds",
+    *MACHINE,
+)
 
 
 class Setting(NamedTuple):
@@ -88,45 +106,65 @@ SETTINGS = {
     "llama": Setting(("kl", "top1", "perplexity"), prompts=4),
 }
 
+SKETCHED = {
+    "flux": Setting(("relative_l1",), prompts=1, steps=4),
+    "llama": Setting(("kl",), prompts=LEAST_PROMPTS),
+}
+"""Settings of tunings with a sketch."""
+
+TOKENS = {False: TEXT_TOKENS, True: 256}
+"""Number of tokens of a text without and with a sketch, which needs more texts."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--tunings", type=int, default=50)
-    parser.add_argument("--models", default=",".join(SETTINGS))
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "tuning_budgets.csv")
+    parser.add_argument("--models", help="names of models (default: all)")
+    parser.add_argument("--sketch", action="store_true", help="tune with a sketch too")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    names = arguments.models.split(",")
+    is_sketched = arguments.sketch
+    names = (arguments.models or ",".join(SKETCHED if is_sketched else SETTINGS)).split(",")
     numbers = [len(range(at, arguments.tunings, len(names))) for at in range(len(names))]
     # Each model has a process with one thread, so that two cores tune two models at a time.
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
-        lines = [*itertools.chain.from_iterable(pool.map(tuned, names, numbers))]
-    results.write_lines(lines, COLUMNS, arguments.out)
+        found = pool.map(tuned, names, numbers, itertools.repeat(is_sketched))
+        lines = [*itertools.chain.from_iterable(found)]
+    file = "sketched_tuning.csv" if is_sketched else "tuning_budgets.csv"
+    results.write_lines(lines, COLUMNS, arguments.out or results.DIRECTORY / file)
     held = sum(line["holds"] for line in lines)
     print(f"{held} of {len(lines)} plans are within their budget on the third prompts")
 
 
-def tuned(name: str, number: int) -> list[dict[str, Any]]:
-    """Tune a model within a number of random budgets, and return a line for each."""
+def tuned(name: str, number: int, is_sketched: bool) -> list[dict[str, Any]]:
+    """Tune a model within a number of random budgets, and return a line for each tuning."""
     torch.set_num_threads(1)
     # A plan whose output is remembered makes no call.
     warnings.filterwarnings("ignore", ".* handled no call", UserWarning)
     with tempfile.TemporaryDirectory() as scratch:
-        model = TunedModel(name, Path(scratch))
+        setting = (SKETCHED if is_sketched else SETTINGS)[name]
+        model = TunedModel(name, Path(scratch), setting, is_sketched=is_sketched)
         draw = random.Random(name)
-        metrics = itertools.cycle(SETTINGS[name].metrics)
-        return [model.line(metric, draw) for metric in itertools.islice(metrics, number)]
+        metrics = itertools.islice(itertools.cycle(setting.metrics), number)
+        limits = [(metric, model.limit(metric, draw)) for metric in metrics]
+        return [model.line(*limit, planner) for limit in limits for planner in model.planners]
 
 
 class TunedModel:
-    """Trained model with its recording, rows and planner, which all of its tunings share."""
+    """Trained model with its recording, rows and planners, which all of its tunings share."""
 
-    def __init__(self, name: str, scratch: Path) -> None:
-        setting = SETTINGS[name]
+    planners: dict[bool, tuple[Planner, float, float]]
+    """Planner and its limits, without a sketch and with one."""
+
+    def __init__(self, name: str, scratch: Path, setting: Setting, *, is_sketched: bool) -> None:
         number = len(PARTS) * setting.prompts
         self._name, self._scratch = name, scratch
         self._parts = [range(number)[at :: len(PARTS)] for at in range(len(PARTS))]
-        self._runnable, runs = trained_runs(name, number, steps=setting.steps)
+        self._runnable, runs = trained_runs(
+            name, number, steps=setting.steps, tokens=TOKENS[is_sketched]
+        )
+        self._accepts = not is_sketched or setting.prompts >= LEAST_PROMPTS
         self._outputs = Outputs(runs)
         exact = QualityBudget("relative_l1", 0.0)
         Judge(
@@ -137,7 +175,16 @@ class TunedModel:
             capture = recorded(self._runnable, runs[0], files, quiet=True)
             rows = priced(self._stages(files, exact).compared(capture), name)
         self._machine = rows[0].machine
-        self._planner, self._low, self._high = planner_of(capture, rows)
+        self.planners = {False: planner_of(capture, rows)}
+        if is_sketched:
+            sketch = make_sketch(
+                self._runnable.roots,
+                [runs[at] for at in self._parts[0]],
+                [find(kernel) for kernel in PRICED],
+                model=name,
+                pipeline=self._runnable.pipeline,
+            )
+            self.planners[True] = planner_of(capture, rows, sketch)
 
     def _stages(self, files: TuningDirectory, budget: QualityBudget) -> Stages:
         kernels, runs = ",".join(PRICED), JudgedRuns(self._runnable, [self._runnable.run])
@@ -147,18 +194,18 @@ class TunedModel:
         roots, outputs = self._runnable.roots, self._outputs
         return [CountingJudge(roots, outputs, prompts, budget) for prompts in self._parts]
 
-    def line(self, metric: str, draw: random.Random) -> dict[str, Any]:
-        """Tune the model within a random budget, and judge the plan on the third prompts."""
+    def line(self, metric: str, limit: float, has_sketch: bool) -> dict[str, Any]:
+        """Tune the model within a budget, and judge the plan on the third prompts."""
         begin = time.monotonic()
-        budget = QualityBudget(metric, self._limit(metric, draw))
+        budget = QualityBudget(metric, limit)
         search, acceptance, third = self._judges(budget)
         search.run_baseline()
-        files = TuningDirectory(self._scratch / f"{budget}", {})
+        files = TuningDirectory(self._scratch / f"{budget} {has_sketch}", {})
+        accept = acceptance if self._accepts else None
         with files.held():
-            chosen = self._stages(files, budget).chosen(
-                search, acceptance, self._planner, self._low, self._high
-            )
-        line: dict[str, Any] = {"model": self._name, "metric": metric, "limit": budget.limit}
+            chosen = self._stages(files, budget).chosen(search, accept, *self.planners[has_sketch])
+        line: dict[str, Any] = {"model": self._name, "sketch": has_sketch}
+        line |= {"metric": metric, "limit": budget.limit}
         if isinstance(chosen, str):  # the model keeps its own attention, which is in every budget
             line |= {"holds": True, "saved": 0.0}
         else:
@@ -167,7 +214,7 @@ class TunedModel:
             assert chosen.quality is not None
             line |= {
                 "search": search.quality(chosen.plan).worst,
-                "acceptance": chosen.quality.worst,
+                "acceptance": chosen.quality.worst if self._accepts else None,
                 "third": quality.worst,
                 "holds": quality.holds,
                 "saved": chosen.plan.saved_ms / self._baseline_ms,
@@ -183,15 +230,17 @@ class TunedModel:
     @property
     def _baseline_ms(self) -> float:
         """Time of all calls of a run with the model's own attention."""
-        choices = self._planner(self._high).choices
+        planner, _, high = self.planners[False]
+        choices = planner(high).choices
         return math.fsum(each.calls * (each.baseline_ms or 0.0) for each in choices)
 
-    def _limit(self, metric: str, draw: random.Random) -> float:
+    def limit(self, metric: str, draw: random.Random) -> float:
         """Draw a limit between the qualities of the fastest plan and of the most careful one."""
         anything = -math.inf if METRICS[metric].is_minimum else math.inf
         search = self._judges(QualityBudget(metric, anything))[0]
         search.run_baseline()
-        plans = self._planner(self._high), most_careful(self._planner, self._low, self._high)
+        planner, low, high = self.planners[False]
+        plans = planner(high), most_careful(planner, low, high)
         fastest, careful = (loss(metric, search.quality(plan).worst) for plan in plans)
         least = max(careful, LEAST_LOSS * fastest)
         return with_loss(metric, math.exp(draw.uniform(math.log(least), math.log(fastest))))

@@ -44,13 +44,7 @@ def append_to_cache(
     v_cache[sequences, tokens] = v
 
 
-def gather_pages(
-    pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def gather_pages(pages: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
     """Return a copy of each sequence's pages in one piece, (B, N · page_size, Hkv, D).
 
     Page 0 stands for pages after a sequence's last one, whose entries in the table may have any
@@ -60,15 +54,7 @@ def gather_pages(
         pages: (P, page_size, Hkv, D).
         block_table: (B, N) int32, pages of each sequence.
         lengths: (B,) int32, number of tokens of each sequence.
-        scale: (B, Hkv) float32, by which FP8 pages are multiplied; None for pages in 16 bits.
-        dtype: type of the products; needed with `scale`.
     """
-    page_size = pages.shape[1]
-    firsts = torch.arange(block_table.shape[1], device=pages.device) * page_size
+    firsts = torch.arange(block_table.shape[1], device=pages.device) * pages.shape[1]
     is_used = firsts < lengths[:, None]
-    chosen = torch.where(is_used, block_table, 0).long()
-    if scale is None:
-        return pages[chosen].flatten(1, 2)
-    # PyTorch copies bytes, but FP8 numbers not on all devices.
-    copied = pages.view(torch.uint8)[chosen].flatten(1, 2).view(pages.dtype).to(dtype)
-    return copied.mul_(scale[:, None, :, None])
+    return pages[torch.where(is_used, block_table, 0).long()].flatten(1, 2)

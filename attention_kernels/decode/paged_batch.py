@@ -2,7 +2,8 @@
 
 Sequences with few queries run the decode kernel, which splits their keys among programs. The others
 run the prefill kernel. Only the GPU knows how many queries a sequence has, so both kernels start,
-and the programs of sequences that belong to the other kernel end at once.
+and the programs of sequences that belong to the other kernel end at once. On Hopper, sequences with
+many queries over an FP8 cache are converted to bfloat16 first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache, expanded_scales
 from attention_kernels.decode.split_kv import PackedQueries, attend_to_cache
+from attention_kernels.hopper.converted_pages import convert_pages
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.shape_checks import vector
 from attention_kernels.options import PLAIN, AttentionOptions
@@ -102,22 +104,26 @@ def paged_batch(
             "options": options,
             "decoded": decoded,
         }
+        results = (output, lse, is_causal)
         if is_read_on_hopper(query_THD, key_pages, value_pages, scale):
             # Gluon is imported only on a GPU that supports it.
             from attention_kernels.hopper.paged_prefill_hopper import attend_to_pages
 
-            attend_to_pages(*pages, longest_query, output, lse, is_causal, **more)
-        else:
-            paged_prefill(
-                *pages, output, lse, is_causal, key_scale=scales[0], value_scale=scales[1], **more
-            )
+            key_scale, value_scale = scales
+            if key_scale is None or value_scale is None:
+                attend_to_pages(*pages, longest_query, *results, **more)
+                return output if lse is None else (output, lse)
+            copies = convert_pages(*pages, key_scale, value_scale, decoded)
+            attend_to_pages(query_THD, *copies[:4], q_offsets_B, longest_query, *results, **more)
+            pages = (*pages[:4], copies.other_lengths, q_offsets_B)
+        paged_prefill(*pages, *results, key_scale=scales[0], value_scale=scales[1], **more)
     return output if lse is None else (output, lse)
 
 
 def is_read_on_hopper(
     query_THD: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float | None
 ) -> bool:
-    """Return whether the Hopper kernel reads these pages."""
+    """Return whether the Hopper kernel reads these pages, or copies of FP8 pages."""
     if not has_gluon_kernels(query_THD.device):
         return False
     from attention_kernels.hopper.paged_prefill_hopper import reads_pages

@@ -62,12 +62,12 @@ class Tiles(NamedTuple):
 # through descriptors. With 128 keys and a head_dim of 128, a block of an 8-bit cache takes 32 KiB:
 # a multiprocessor has room for two programs of three blocks, or for two programs of two blocks and
 # the weights of 32 rows. The wide output of MLA with more than 16 heads needs the registers of 8
-# warps. FP8 halves the bytes of a block but not the time from its load to its end, so more programs
-# must be resident.
+# warps. An FP8 block has half the bytes but takes as long from its load to its end, so blocks are
+# larger, or more programs are resident.
 TILES: dict[Access | Literal["pages", "fp8"], tuple[Tiles, ...]] = {
     "fp8": (
-        Tiles(16, 64, 128, 4, 3, registers=128, resident=4),
-        Tiles(16, 128, 64, 4, 3, registers=128, resident=4),
+        Tiles(16, 64, 128, 4, 3, registers=128, resident=3),
+        Tiles(16, 128, 256, 4, 2),
         Tiles(64, 64, 128, 4, 3),
         Tiles(64, 128, 64, 4, 3),
         Tiles(64, 256, 64, 8, 3),

@@ -15,6 +15,12 @@ it comes one block late, before the next block's scores: a consumer then seldom 
 one, and the two need not compute their exponentials at the same time. If D is 64, where blocks are
 twice as long, that takes more registers than there are. dS is stored in two buffers in turn.
 
+The head dimensions of a call may be smaller than D. TMA then fills the columns with zeros.
+
+A packed call has a whole number of blocks and tiles of each sequence (`key_ranges.sequence_at`).
+Rows after the end of a sequence belong to another one or to none, and may be NaN. They are cleared
+in shared memory, and the log-sum-exp of such queries is infinite, so that their weights are zero.
+
 Barriers. Block number `count`, counted from the program's start, is in buffer `count % STAGES`, in
 phase `count // STAGES` (`pipeline.py`):
 
@@ -44,10 +50,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attention_kernels.hopper.key_ranges import (
+    CallBounds,
+    ElementBounds,
+    element_bounds_of,
+    sequence_at,
+)
 from attention_kernels.hopper.pipeline import (
     FIRST_NUMBER,
     LOADER_REGISTERS,
     WARP_GROUP,
+    clear,
     make_barriers,
     meet,
     named_barrier,
@@ -55,6 +68,7 @@ from attention_kernels.hopper.pipeline import (
 )
 from attention_kernels.hopper.query_gradients import CHUNK_ROWS, COLUMNS, SIDE, add_chunk
 from attention_kernels.hopper.scores import ROWS, add_scores, matrix, start_scores
+from attention_kernels.hopper.special_functions import TANH, approximately
 
 KEYS = gl.constexpr(128)
 """Number of keys of a program: ROWS of each of two consumers."""
@@ -95,10 +109,17 @@ class Barriers(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A program's tile of keys, and the blocks of queries that see some of them."""
+    """A program's tile of keys, and the blocks of queries that see some of them.
+
+    In a packed call, keys are numbered as in memory, and blocks of queries as those of the
+    log-sum-exp. The numbers of the first key and query then need no registers of their own.
+    """
 
     batch: Any
+    """Batch index in memory, 0 in a packed call."""
     kv_head: Any
+    element: Any
+    """`ElementBounds` of the batch element or sequence."""
     first_key: Any
     begin: Any
     """First block that sees a key of the tile."""
@@ -107,23 +128,26 @@ class Tile(NamedTuple):
     whole_end: Any
     """End of such blocks."""
     end: Any
+    cut: Any
+    """1 if the end of a packed sequence cuts block `end`, and that block sees the tile, else 0. It
+    comes before block `whole`."""
 
 
 class Call(NamedTuple):
-    """Numbers that all programs of a call share; `left` and `right` are None without a limit."""
+    """Numbers that all programs of a call share."""
 
     scale: Any
-    """Scale of the scores in base 2."""
+    """Scale of the scores in base 2. With a cap, the scale of tanh's argument."""
+    cap: Any
+    """Soft cap in base 2, or None."""
     grad_scale: Any
     """Scale of the scores."""
-    q_len: Any
-    k_len: Any
-    diagonal: Any
-    """Distance from a query to its diagonal key."""
-    left: Any
-    right: Any
+    bounds: Any
+    """`CallBounds`"""
+    sequences: Any
+    """Number of sequences of a packed call."""
     blocks: Any
-    """Number of blocks of queries of a head."""
+    """Number of blocks of queries of a head, of all sequences."""
     kv_heads: Any
     group: Any
     """Number of query heads that share a key head."""
@@ -131,8 +155,8 @@ class Call(NamedTuple):
 
 @gluon.jit(
     do_not_specialize=[
-        "q_len", "k_len", "diagonal", "left", "right", "blocks", "kv_heads", "group", "tiles",
-        "head_group",
+        "q_len", "k_len", "diagonal", "left", "right", "sequences", "blocks", "kv_heads", "group",
+        "tiles", "head_group",
     ]
 )  # fmt: skip
 def backward_kernel(
@@ -145,13 +169,18 @@ def backward_kernel(
     sums_desc,
     grad_key,
     grad_value,
+    q_offsets,
+    k_starts,
+    k_lengths,
     scale,
+    cap,
     grad_scale,
     q_len,
     k_len,
     diagonal,
     left,
     right,
+    sequences,
     blocks,
     kv_heads,
     group,
@@ -165,11 +194,15 @@ def backward_kernel(
     stride_vn,
     REGISTERS: gl.constexpr,
     MASKED: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
 ):
     """Compute dK and dV of a tile of keys, and add the tile's part to dQ.
 
     The strides are those of `grad_key` and `grad_value`. MASKED: some tile is cut by the end of the
-    keys or by a side of the window. Rows of `logarithms` and `deltas` have `blocks` whole blocks.
+    keys or by a side of the window. `q_offsets`, `k_starts`, `k_lengths`, `q_len`, `k_len`,
+    `diagonal`, `left` and `right` are those of `CallBounds`; `tiles` is the number of tiles of a
+    head, of all sequences. Rows of `logarithms` and `deltas` have `blocks` whole blocks.
     Programs run in the order of their numbers, `head_group` heads at a time, a divisor of B · Hkv,
     so that queries stay in the L2 cache. Within a group, the first tiles come first, which are the
     longest in causal calls.
@@ -194,10 +227,11 @@ def backward_kernel(
         make_barriers(STAGES, 1),
         make_barriers(STAGES, 2),
     )
-    call = Call(
-        scale, grad_scale, q_len, k_len, diagonal, left, right, blocks, kv_heads, group
+    bounds = CallBounds(
+        q_len, k_len, diagonal, left, right, None, q_offsets, k_starts, k_lengths
     )  # fmt: skip
-    tile = _tile_of(gl.program_id(0), call, tiles, head_group, M)
+    call = Call(scale, cap, grad_scale, bounds, sequences, blocks, kv_heads, group)
+    tile = _tile_of(gl.program_id(0), call, tiles, head_group, M, KEYS)
     load = (q_desc, k_desc, v_desc, grad_output_desc, logarithms_desc, deltas_desc)
     of_keys = (grad_key, stride_kb, stride_kh, stride_kn)
     of_values = (grad_value, stride_vb, stride_vh, stride_vn)
@@ -205,8 +239,8 @@ def backward_kernel(
     # The first consumer is the program's own four warps.
     gl.warp_specialize(
         [
-            (_compute, (compute, 0, MASKED)),
-            (_compute, (compute, 1, MASKED)),
+            (_compute, (compute, 0, MASKED, HEAD_DIM, V_HEAD_DIM)),
+            (_compute, (compute, 1, MASKED, HEAD_DIM, V_HEAD_DIM)),
             (_load, (load, buffers, barriers, tile, call)),
         ],
         [4, 1],
@@ -215,30 +249,60 @@ def backward_kernel(
 
 
 @gluon.jit
-def _tile_of(program, call, tiles, head_group, M: gl.constexpr):
+def _tile_of(program, call, tiles, head_group, M: gl.constexpr, N: gl.constexpr):
     """Return a program's tile."""
+    bounds = call.bounds
     in_group = head_group * tiles
     place = program % in_group
     which = program // in_group * head_group + place % head_group
-    first = place // head_group * KEYS
-    last = gl.minimum(first + KEYS, call.k_len) - 1
-    end = call.blocks
-    if call.left is not None:
-        seen = gl.maximum(last + call.left - call.diagonal + 1, 0)
+    number = place // head_group
+    batch = which // call.kv_heads
+    if bounds.q_offsets is None:
+        element = element_bounds_of(batch, bounds)
+        first = number * N
+        end = call.blocks
+    else:
+        sequence = sequence_at(number, bounds.k_starts, call.sequences, N)
+        element = element_bounds_of(sequence, bounds)
+        first = (number - element.k_start // N - sequence) * N
+        first = gl.where(first < 0, NEVER, first)  # before the first sequence
+        end = gl.where(first < element.kv_len, (element.q_len + M - 1) // M, 0)
+    last = gl.minimum(first + N, element.kv_len) - 1
+    cut = 0
+    if bounds.left is not None:
+        seen = gl.maximum(last - element.lowest + 1, 0)
         end = gl.minimum(end, (seen + M - 1) // M)
+    if bounds.q_offsets is not None:
+        cut = gl.where(end > element.q_len // M, 1, 0)
+        end = end - cut
     begin = 0
     whole = 0
-    if call.right is not None:
-        begin = gl.maximum(first - call.diagonal - call.right, 0) // M
-        whole = (gl.maximum(last - call.diagonal - call.right, 0) + M - 1) // M
+    if bounds.right is not None:
+        begin = gl.maximum(first - element.highest, 0) // M
+        if bounds.q_offsets is not None:
+            cut = gl.where(begin > end, 0, cut)
+        whole = (gl.maximum(last - element.highest, 0) + M - 1) // M
     begin = gl.minimum(begin, end)
     whole = gl.minimum(gl.maximum(whole, begin), end)
-    whole = gl.where(first + KEYS > call.k_len, end, whole)
+    whole = gl.where(first + N > element.kv_len, end, whole)
     whole_end = end
-    if call.left is not None:
-        whole_end = gl.maximum(first + call.left - call.diagonal + 1, 0) // M
+    if bounds.left is not None:
+        whole_end = gl.maximum(first - element.lowest + 1, 0) // M
         whole_end = gl.minimum(gl.maximum(whole_end, whole), end)
-    return Tile(which // call.kv_heads, which % call.kv_heads, first, begin, whole, whole_end, end)
+    kv_head = which % call.kv_heads
+    if bounds.q_offsets is not None:
+        block = element.q_start // M + sequence
+        first += element.k_start
+        begin += block
+        whole += block
+        whole_end += block
+        end += block
+        moved = element.k_start - block * M
+        element = ElementBounds(
+            element.q_start - block * M, element.q_len + block * M, 0,
+            element.kv_len + element.k_start, element.lowest + moved, element.highest + moved,
+        )  # fmt: skip
+    return Tile(batch, kv_head, element, first, begin, whole, whole_end, end, cut)
 
 
 @gluon.jit
@@ -255,10 +319,14 @@ def _load(descriptors, buffers, barriers, tile, call):
     for member in range(call.group):
         head = tile.kv_head * call.group + member
         row = (tile.batch * call.kv_heads * call.group + head) * call.blocks * M
-        for block in range(tile.begin, tile.end):
+        for turn in range(tile.begin, tile.end + tile.cut):
+            block = turn
+            if call.bounds.q_offsets is not None:
+                block = gl.where(turn < tile.whole + tile.cut, tile.end, turn - tile.cut)
+                block = gl.where(turn < tile.whole, turn, block)
             stage, phase = count % STAGES, count // STAGES & 1
             mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
-            place = [tile.batch, head, block * M, 0]
+            place = [tile.batch, head, tile.element.q_start + block * M, 0]
             full = barriers.query.index(stage)
             mbarrier.expect(full, q_desc.block_type.nbytes + logarithms_desc.block_type.nbytes)
             tma_load(q_desc, place, full, buffers.query.index(stage))
@@ -273,7 +341,13 @@ def _load(descriptors, buffers, barriers, tile, call):
 
 
 @gluon.jit
-def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
+def _compute(
+    arguments,
+    WHO: gl.constexpr,
+    MASKED: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
     """Run consumer number WHO: compute dK and dV of its keys, and its half of each block's dQ."""
     buffers, barriers, tile, call, sums_desc, of_keys, of_values = arguments
     D: gl.constexpr = buffers.key.shape[3]
@@ -282,6 +356,13 @@ def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
     dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     mbarrier.wait(barriers.key_value.index(0), 0)
+    own_values = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
+    IS_PACKED: gl.constexpr = call.bounds.q_offsets is not None
+    if IS_PACKED:
+        left_over = tile.element.kv_len - tile.first_key
+        if left_over < KEYS:
+            clear(matrix(buffers.key), left_over)
+            clear(own_values, left_over - WHO * ROWS)
     head = (tile.batch * call.kv_heads + tile.kv_head) * call.group
     chunk = (head * call.blocks + tile.begin) * 2 + WHO
     if _is_late(D):
@@ -294,15 +375,18 @@ def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
     for member in range(call.group):
         shared = (buffers, barriers, tile, call, sums_desc, head + member)
         if MASKED:
-            for block in range(tile.begin, tile.whole):
-                dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, True)
+            for turn in range(tile.begin, tile.whole + tile.cut):
+                block = turn
+                if IS_PACKED:
+                    block = gl.where(turn < tile.whole, turn, tile.end)
+                dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, True, IS_PACKED)
                 count += 1
         for block in range(tile.whole, tile.whole_end):
-            dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, False)
+            dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, False, False)
             count += 1
-        if call.left is not None:
+        if call.bounds.left is not None:
             for block in range(tile.whole_end, tile.end):
-                dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, True)
+                dk, dv, chunk = _step(dk, dv, chunk, block, count, shared, WHO, True, False)
                 count += 1
     if _is_late(D):
         tma.store_wait(0)
@@ -312,9 +396,8 @@ def _compute(arguments, WHO: gl.constexpr, MASKED: gl.constexpr):
         if count > 0:
             add_chunk(dq, sums_desc, chunk, buffers.sums.index(WHO))
     # No warp reads the consumer's values after the consumers have met in the last block.
-    own = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
-    _store(dv, own, of_values, tile, call, WHO)
-    _store(dk * call.grad_scale, own, of_keys, tile, call, WHO)
+    _store(dv, own_values, of_values, tile, WHO, V_HEAD_DIM)
+    _store(dk * call.grad_scale, own_values, of_keys, tile, WHO, HEAD_DIM)
     tma.store_wait(0)  # the memory belongs to another program after the end
 
 
@@ -325,9 +408,20 @@ def _is_late(head_dim):
 
 
 @gluon.jit
-def _step(dk, dv, chunk, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.constexpr):
+def _step(
+    dk,
+    dv,
+    chunk,
+    block,
+    count,
+    shared,
+    WHO: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+    MAY_BE_CUT: gl.constexpr,
+):
     """Return dK and dV (ROWS, D) with the parts of a block added, and the number of the block's
-    chunk of dQ. The block's part of dQ is added, or that of the block before, in `chunk`."""
+    chunk of dQ. The block's part of dQ is added, or that of the block before, in `chunk`.
+    MAY_BE_CUT: rows of the block may belong to another sequence."""
     buffers, barriers, tile, call, sums_desc, head = shared
     dtype: gl.constexpr = buffers.key.dtype
     M: gl.constexpr = buffers.query.shape[3]
@@ -339,6 +433,13 @@ def _step(dk, dv, chunk, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.
     own_keys = key.slice(WHO * ROWS, ROWS, dim=0)
     own_values = matrix(buffers.value).slice(WHO * ROWS, ROWS, dim=0)
     sums = buffers.sums.index(WHO)
+    if MAY_BE_CUT:
+        left_over = tile.element.q_len - block * M
+        if left_over < M:
+            mbarrier.wait(barriers.query.index(stage), phase)
+            mbarrier.wait(barriers.grad_output.index(stage), phase)
+            clear(query, left_over)
+            clear(grad_output, left_over)
     if IS_LATE:
         tma.store_wait(0)  # the previous part of dQ, read before the warps meet
         _wait_stored(count - 1, WHO)
@@ -359,11 +460,18 @@ def _step(dk, dv, chunk, block, count, shared, WHO: gl.constexpr, IS_MASKED: gl.
     grad_weights = add_scores(start, own_values, grad_output)
     logarithms = buffers.logarithms.index(stage).load(OF_COLUMN)
     scores = warpgroup_mma_wait(1, deps=[scores])
+    scale = call.scale
+    if call.cap is not None:
+        scores = approximately(TANH, scores * scale)  # as in the forward pass
+        factor = 1.0 - scores * scores  # before scores are hidden: ∞² · 0 would be NaN
+        scale = call.cap
     if IS_MASKED:
         scores = _hide(scores, block * M, tile, call, WHO)
-    weights = gl.exp2(scores * call.scale - logarithms[None, :])
+    weights = gl.exp2(scores * scale - logarithms[None, :])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     packed = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
+    if call.cap is not None:
+        weights *= factor
     dv = warpgroup_mma(packed, grad_output, dv, is_async=True)
     grad_weights = warpgroup_mma_wait(1, deps=[grad_weights])
     slopes = (weights * grad_weights).to(dtype)
@@ -421,22 +529,23 @@ def _hide(scores, first_query, tile, call, WHO: gl.constexpr):
     own = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     queries = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
     first_key = tile.first_key + WHO * ROWS
+    element = tile.element
     # The first query that sees a key, counted from the block's first, is compared with a constant.
     first = own * 0
-    if call.right is not None:
-        first = own + (first_key - call.diagonal - call.right - first_query)
-    first = gl.where(own < call.k_len - first_key, first, NEVER)
+    if call.bounds.right is not None:
+        first = own + (first_key - element.highest - first_query)
+    first = gl.where(own < element.kv_len - first_key, first, NEVER)
     scores = gl.where(first[:, None] <= queries, scores, float("-inf"))
-    if call.left is not None:
-        last = own + (first_key - call.diagonal + call.left - first_query)
+    if call.bounds.left is not None:
+        last = own + (first_key - element.lowest - first_query)
         scores = gl.where(queries <= last[:, None], scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def _store(gradients, buffer, target, tile, call, WHO: gl.constexpr):
-    """Store the gradients of a consumer's keys or values, (ROWS, D), 16 bytes at a time: threads
-    exchange their numbers through `buffer` of the same shape."""
+def _store(gradients, buffer, target, tile, WHO: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Store HEAD_DIM columns of the gradients of a consumer's keys or values, (ROWS, D), 16 bytes
+    at a time: threads exchange their numbers through `buffer` of the same shape."""
     pointer, stride_batch, stride_head, stride_row = target
     D: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -446,5 +555,9 @@ def _store(gradients, buffer, target, tile, call, WHO: gl.constexpr):
     rows = tile.first_key + WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     pointer += tile.batch.to(gl.int64) * stride_batch + tile.kv_head.to(gl.int64) * stride_head
+    element = tile.element
     places = (rows.to(gl.int64) * stride_row)[:, None] + columns[None, :]
-    gl.store(pointer + places, buffer.load(LAYOUT), mask=(rows < call.k_len)[:, None])
+    inside = (rows < element.kv_len)[:, None]
+    if HEAD_DIM < D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    gl.store(pointer + places, buffer.load(LAYOUT), mask=inside)

@@ -101,6 +101,23 @@ def element_bounds_of(batch, bounds):
 
 
 @gluon.jit
+def sequence_at(slot, offsets, sequences, SIZE: gl.constexpr):
+    """Return the sequence of a packed call that has tile number `slot`, of SIZE rows.
+
+    Sequence b begins at slot offsets[b] // SIZE + b, so T // SIZE + B slots suffice for T tokens of
+    B sequences. Some slots are past the end of their sequence.
+    """
+    low = slot * 0
+    high = low + sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins_before = gl.load(offsets + middle) // SIZE + middle <= slot
+        low = gl.where(begins_before, middle, low)
+        high = gl.where(begins_before, high, middle)
+    return low
+
+
+@gluon.jit
 def first_query_of(block, element, bounds, QUERIES: gl.constexpr):
     """Return the first query of tile number `block` of a batch element.
 

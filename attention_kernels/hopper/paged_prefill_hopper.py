@@ -26,19 +26,24 @@ BOX_COLUMNS = 64
 
 
 def reads_pages(query_THD: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether `attend_to_pages` supports the tensors on their device."""
+    """Return whether `attend_to_pages` supports the tensors on their device: pages in the query's
+    type, or FP8 pages that `convert_pages` has copied."""
     dims = query_THD.shape[2], value.shape[3]
     page_size = key.shape[1]
-    return (
+    is_supported = (
         has_gluon_kernels(query_THD.device)
         and query_THD.dtype in (torch.float16, torch.bfloat16)
-        and key.dtype == value.dtype == query_THD.dtype
         and all(dim in (64, 128, 256) for dim in dims)
         and (scale is None or scale > 0)
+        and are_loadable(query_THD.transpose(0, 1)[None])
+    )
+    if key.element_size() == 1:  # float16 may be too small for numbers multiplied by a scale
+        return is_supported and query_THD.dtype == torch.bfloat16
+    return (
+        is_supported
+        and key.dtype == value.dtype == query_THD.dtype
         and page_size & -page_size >= LEAST_BOX
-        and are_loadable(
-            query_THD.transpose(0, 1)[None], key.transpose(1, 2), value.transpose(1, 2)
-        )
+        and are_loadable(key.transpose(1, 2), value.transpose(1, 2))
     )
 
 

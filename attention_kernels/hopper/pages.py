@@ -1,8 +1,7 @@
 """Tiles of packed sequences whose keys lie in pages, and where these pages are.
 
-The host knows the number of queries T but not where sequences begin. Sequence b begins at slot
-offsets[b] // QUERIES + b, so T // QUERIES + B slots suffice for every head. Slots past the last
-query of their sequence have no tile.
+The host knows the number of queries but not where sequences begin. Each tile therefore has a slot
+(`key_ranges.sequence_at`), and slots past the last query of their sequence have no tile.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from attention_kernels.hopper.key_ranges import sequence_at
 
 NOWHERE = gl.constexpr(2**20)
 """A block of queries that no sequence has."""
@@ -26,7 +27,8 @@ class PageTable(NamedTuple):
     sequences: Any
     """B."""
     decoded: Any
-    """Number of queries up to which a sequence has no tile, because another kernel computes it."""
+    """Number of queries up to which a sequence has no tile, because another kernel computes it. Nor
+    has a sequence whose length is negative."""
     PAGE_SIZE: Any
 
 
@@ -39,15 +41,10 @@ def tile_in_pages(turn, work, bounds, QUERIES: gl.constexpr, HEADS: gl.constexpr
     number = turn * gl.num_programs(0) + gl.program_id(0)
     bundles = work.q_heads // HEADS
     slot = work.tiles // bundles - 1 - number // bundles
-    low = slot * 0
-    high = low + bounds.pages.sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins_before = gl.load(bounds.q_offsets + middle) // QUERIES + middle <= slot
-        low = gl.where(begins_before, middle, low)
-        high = gl.where(begins_before, high, middle)
-    q_start = gl.load(bounds.q_offsets + low)
-    q_len = gl.load(bounds.q_offsets + low + 1) - q_start
-    block = slot - q_start // QUERIES - low
-    block = gl.where(q_len <= bounds.pages.decoded, NOWHERE, block)
-    return low, number % bundles * HEADS, block
+    sequence = sequence_at(slot, bounds.q_offsets, bounds.pages.sequences, QUERIES)
+    q_start = gl.load(bounds.q_offsets + sequence)
+    q_len = gl.load(bounds.q_offsets + sequence + 1) - q_start
+    block = slot - q_start // QUERIES - sequence
+    is_left_out = (q_len <= bounds.pages.decoded) | (gl.load(bounds.k_lengths + sequence) < 0)
+    block = gl.where(is_left_out, NOWHERE, block)
+    return sequence, number % bundles * HEADS, block

@@ -20,9 +20,9 @@ from attention_kernels.portable.forward import HEAD_GROUP_BYTES
 from attention_kernels.tiles.masking import mask_unit, window_sides
 from attention_kernels.tiles.online_softmax import base_2
 from attention_kernels.tiles.row_sums import (
-    ROWS_OF_SUMS,
     Gradients,
     empty_gradient,
+    row_sum_tiles,
     row_sums_launch,
 )
 from attention_kernels.tiles.visited_blocks import find_visited_blocks
@@ -125,9 +125,7 @@ def backward(
     logarithms, deltas = lse.new_empty(2, *lse.shape).unbind()
     parts = None
     if sinks is not None:
-        parts = lse.new_zeros(
-            lengths.batches, heads, triton.cdiv(lengths.longest_query, ROWS_OF_SUMS)
-        )
+        parts = lse.new_empty(lengths.batches, heads, row_sum_tiles(lengths))
     planned.row_sums(
         output,
         grad_output,

@@ -47,8 +47,8 @@ def paged_prefill(
     """Write attention of packed queries over pages to `output` (Tq, Hq, Dv) and `lse` (Hq, Tq).
 
     Both are contiguous. The arguments are those of `paged_batch`, except that the scales, if any,
-    have shape (B, Hkv). Sequences of at most `decoded` queries are left out. `tiles` are the sizes
-    of the work; None for the result of `paged_tiles`.
+    have shape (B, Hkv). Sequences of at most `decoded` queries or of negative length are left out.
+    `tiles` are the sizes of the work; None for the result of `paged_tiles`.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.

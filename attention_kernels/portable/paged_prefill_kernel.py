@@ -7,7 +7,7 @@ neighbouring queries of one sequence. It iterates over blocks of keys with an on
 The host knows the number of queries T but not where sequences begin. Sequence b begins at tile
 offsets[b] // QUERIES + b, so the host starts T // QUERIES + B tiles for each key head. Tiles past
 the last query of their sequence end at once, and so do the tiles of sequences with at most
-`decoded` queries, which another kernel computes.
+`decoded` queries or a negative length, which another kernel computes.
 
 The pages of a block of keys are looked up one block ahead, because Triton does not prefetch a load
 whose address is loaded in the same iteration.
@@ -101,9 +101,9 @@ def paged_prefill_kernel(
     q_start = tl.load(q_starts_ptr + sequence)
     q_len = tl.load(q_starts_ptr + sequence + 1) - q_start
     first_query = (tile - q_start // QUERIES - sequence) * QUERIES
-    if (first_query >= q_len) | (q_len <= decoded):
-        return
     length = tl.load(lengths_ptr + sequence)
+    if (first_query >= q_len) | (q_len <= decoded) | (length < 0):
+        return
     kv_head = bundle // bundles
     rows = tl.arange(0, BLOCK_M)
     queries = first_query + rows // PACKED

@@ -44,13 +44,24 @@ def empty_gradient(
 
 
 def row_sums_launch(
-    output: Tensor, grad_output: Tensor, lengths: Lengths, row_length: int
+    output: Tensor,
+    grad_output: Tensor,
+    lengths: Lengths,
+    row_length: int,
+    block: int = 1,
+    columns: int = 0,
 ) -> Launch:
-    """Return a launch of `row_sums_kernel` for tensors (B, Hq, Sq, Dv), with `row_length` numbers
-    for each head's queries; that is Sq for packed batches."""
+    """Return a launch of `row_sums_kernel` for tensors (B, Hq, Sq, Dv).
+
+    Args:
+        row_length: number of rows of the sums of a head.
+        block: number of rows in a block. Each batch element and sequence has whole blocks; those of
+            sequence b begin at block number offsets[b] // block + b. With 1, rows are those of the
+            queries.
+        columns: number of columns of the sums that get zeros.
+    """
     _, heads, q_len, v_head_dim = output.shape
-    longest = row_length if lengths.kind == "full" else lengths.longest_query
-    tiles = triton.cdiv(longest, ROWS_OF_SUMS)
+    tiles = row_sum_tiles(lengths, block)
     return Launch(
         row_sums_kernel,
         (tiles * lengths.batches * heads, 1, 1),
@@ -63,11 +74,18 @@ def row_sums_launch(
             "tiles": tiles,
             "heads": heads,
             "BLOCK_M": ROWS_OF_SUMS,
+            "BLOCK": block,
+            "COLUMNS": columns,
             "DV": v_head_dim,
             "DV_WIDTH": max(16, triton.next_power_of_2(v_head_dim)),
         },
         num_warps=4,
     )
+
+
+def row_sum_tiles(lengths: Lengths, block: int = 1) -> int:
+    """Return the number of tiles of each head and sequence of `row_sums_kernel`."""
+    return triton.cdiv(triton.cdiv(lengths.longest_query, block) * block, ROWS_OF_SUMS)
 
 
 @triton.jit(do_not_specialize=["q_len", "row_length", "tiles", "heads"])
@@ -95,6 +113,8 @@ def row_sums_kernel(
     stride_gm,
     stride_gd,
     BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DV: tl.constexpr,
     DV_WIDTH: tl.constexpr,
 ):
@@ -106,9 +126,9 @@ def row_sums_kernel(
     hold its sum of exponentials.
 
     `lse` and `grad_lse` are (B, Hq, Sq), dense. `logarithms` and `deltas` are (B, Hq, row_length),
-    and rows after the last query get infinity and zero too. `grad_sinks` (B, Hq, tiles) gets the
-    tile's part of the gradient of its head's sink. `sums` (B, Hq, row_length, DV) gets zeros, to
-    which another kernel adds.
+    and rows after the last query get infinity and zero too, up to a multiple of BLOCK. `grad_sinks`
+    (B, Hq, tiles) gets the tile's part of the gradient of its head's sink. `sums` (B, Hq,
+    row_length, COLUMNS) gets zeros, to which another kernel adds.
     """
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads
@@ -120,9 +140,13 @@ def row_sums_kernel(
         q_start = tl.load(q_offsets + batch)
         q_end = tl.load(q_offsets + batch + 1)
         memory = 0
-    rows = q_start + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = q_start + own
     inside = rows < q_end
-    is_stored = rows < row_length if q_offsets is None else inside
+    is_stored = own < tl.cdiv(q_end - q_start, BLOCK) * BLOCK
+    first = q_start
+    if BLOCK > 1 and q_offsets is not None:
+        first = (q_start // BLOCK + batch) * BLOCK
     memory = tl.cast(memory, tl.int64)
     wide_head = head.to(tl.int64)
     output += memory * stride_ob + wide_head * stride_oh
@@ -139,16 +163,20 @@ def row_sums_kernel(
     sees = sees | (logarithm != logarithm)
     delta = tl.where(sees, delta, 0.0)
     logarithm = tl.where(sees, logarithm, float("inf"))
-    places = (memory * heads + head) * row_length + rows
+    places = (memory * heads + head) * row_length + first + own
     tl.store(logarithms + places, logarithm, mask=is_stored)
     tl.store(deltas + places, delta, mask=is_stored)
     if sinks is not None:
         weights = tl.math.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - logarithm)
         tl.store(grad_sinks + tl.program_id(0), -tl.sum(weights * delta, 0))
     if sums is not None:
-        numbers = tl.arange(0, BLOCK_M * DV)
-        first = tl.program_id(0).to(tl.int64) * (BLOCK_M * DV)
-        tl.store(sums + first + numbers, tl.zeros_like(numbers).to(tl.float32))
+        numbers = tl.arange(0, BLOCK_M * 64)
+        place = ((memory * heads + head) * row_length + first + tile * BLOCK_M) * COLUMNS
+        is_whole = tile * BLOCK_M < tl.cdiv(q_end - q_start, BLOCK) * BLOCK
+        zeros = tl.zeros([BLOCK_M * 64], tl.float32)
+        for i in tl.static_range(COLUMNS // 64):  # a range has a power of two of numbers
+            part = place + i * BLOCK_M * 64
+            tl.store(sums + part + numbers, zeros, mask=(numbers >= 0) & is_whole)
 
 
 @triton.jit

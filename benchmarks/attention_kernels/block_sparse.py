@@ -27,10 +27,9 @@ from attention_kernels.sparse.block_policy import BlockPolicy
 from attention_kernels.sparse.block_sparse import block_sparse_attention
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from benchmarks.tables.speed import block_sparse
 from replay.kernels.registry import find
-from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.timing.statistics import paired_speedup
 from replay.workloads.random_calls import Spec
@@ -52,7 +51,7 @@ SPARGE = ("sparge[topk=0.5]", "sparge[topk=0.25]")
 COLUMNS = (
     *("call", "policy", "kernel", "part", "visited", "ms", "dense, ms"),
     *("speed per block", "low", "high"),
-    *("machine.device", "machine.torch", "machine.triton"),
+    *MACHINE,
 )
 OURS = "triton-block-sparse"
 
@@ -72,11 +71,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "block_sparse.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
-    fields = {name: getattr(machine, name.partition(".")[2]) for name in COLUMNS[-3:]}
+    machine = measured_on(device)
     lines: list[dict[str, Any]] = []
     for name in arguments.only:
-        lines += [line | fields for line in timed(name, device)]
+        lines += [line | machine for line in timed(name, device)]
         results.write_lines(lines, COLUMNS, arguments.out)
     print(block_sparse(arguments.out))
 

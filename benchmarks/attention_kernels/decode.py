@@ -35,11 +35,10 @@ from attention_kernels.decode.quantised_decode import random_pages
 from attention_kernels.decode.split_kv import attend_to_cache, planned
 from attention_kernels.decode.split_kv_plan import Tiling
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.kernel_options import kernel_options
-from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure
 
@@ -63,9 +62,7 @@ COLUMNS = (
     "ms",
     "least, ms",
     "floor / time",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 Run = Callable[[], Tensor]
@@ -346,7 +343,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=_numbers, metavar="N,...")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "decode.csv")
     arguments = parser.parse_args()
-    machine = describe(gpu())
+    machine = measured_on(gpu())
     alternatives = {
         name: getattr(arguments, name) for name in ("blocks", "warps", "stages", "parts")
     }
@@ -354,15 +351,14 @@ def main() -> None:
     if roof is None:
         raise SystemExit("no memory is left to measure copies with")
     copied, products = roof.gb_per_s / 1000, roof.tflops
-    print(f"{machine.device}: copies {copied:.2f} TB/s, products {products:.0f} TFLOPS\n")
-    measured_on = {
-        f"machine.{field}": getattr(machine, field) for field in ("device", "torch", "triton")
-    }
+    print(
+        f"{machine['machine.device']}: copies {copied:.2f} TB/s, products {products:.0f} TFLOPS\n"
+    )
     lines: list[dict[str, Any]] = []
     for group in arguments.only:
         for case in GROUPS[group]():
             found = show(case, alternatives, roof.gb_per_s * 1e9)
-            lines += [line | measured_on for line in found]
+            lines += [line | machine for line in found]
             results.write_lines(lines, COLUMNS, arguments.out)
         torch.cuda.empty_cache()
 

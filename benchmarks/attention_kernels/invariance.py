@@ -20,8 +20,7 @@ import torch
 from attention_kernels.operators import attention
 from attention_kernels.options import PLAIN, AttentionOptions
 from benchmarks import results
-from benchmarks.gpu import gpu
-from replay.timing.machine import describe
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from replay.timing.rounds import measure
 from replay.timing.statistics import paired_speedup
 from replay.workloads.random_calls import Spec
@@ -57,9 +56,7 @@ COLUMNS = (
     "high",
     "with prefill's bits, ms",
     "with prefill's bits / plain",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 
@@ -68,11 +65,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "invariance.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
-    fields = {name: getattr(machine, name.partition(".")[2]) for name in COLUMNS[-3:]}
+    machine = measured_on(device)
     lines: list[dict[str, Any]] = []
     for spec in (*PREFILL, *DECODE):
-        lines.append(timed(spec, device) | fields)
+        lines.append(timed(spec, device) | machine)
         results.write_lines(lines, COLUMNS, arguments.out)
         print(
             *(results.cell(lines[-1].get(name, "")) for name in COLUMNS[:-3]), sep="\t", flush=True

@@ -22,10 +22,9 @@ from unittest import mock
 import torch
 
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from benchmarks.tables.speed import narrow_heads
 from replay.kernels.registry import find
-from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.workloads.random_calls import Spec
 
@@ -72,9 +71,7 @@ COLUMNS = (
     "consumers",
     *(f"{each} consumers, ms" for each in CONSUMERS),
     *(f"{each} consumers, predicted" for each in CONSUMERS),
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 Run = Callable[[], Any]
@@ -86,18 +83,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "narrow_heads.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
+    machine = measured_on(device)
     lines: list[dict[str, Any]] = []
     for name in arguments.only:
-        lines.append(
-            {"call": name}
-            | timed(CALLS[name], device)
-            | {
-                "machine.device": machine.device,
-                "machine.torch": machine.torch,
-                "machine.triton": machine.triton,
-            }
-        )
+        lines.append({"call": name} | timed(CALLS[name], device) | machine)
         results.write_lines(lines, COLUMNS, arguments.out)
     print(narrow_heads(arguments.out))
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from benchmarks.masks import NARROW, WIDE, adding, hiding
 from benchmarks.tables.speed import per_pair
 from benchmarks.variants import (
@@ -41,7 +41,6 @@ from benchmarks.variants import (
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find, select
 from replay.timing.flops import valid_pairs
-from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.workloads.random_calls import Spec
 
@@ -97,9 +96,7 @@ COLUMNS = (
     "time per pair",
     "low",
     "high",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 
@@ -110,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "per_pair.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
+    machine = measured_on(device)
     lines: list[dict[str, Any]] = []
     for name in arguments.only:
         spec, others = GROUPS[name]
@@ -120,14 +117,7 @@ def main() -> None:
             for asked, fields in others.items()
         }
         for line in compare(name, plain, calls, arguments.kernels, device):
-            lines.append(
-                line
-                | {
-                    "machine.device": machine.device,
-                    "machine.torch": machine.torch,
-                    "machine.triton": machine.triton,
-                }
-            )
+            lines.append(line | machine)
             results.write_lines(lines, COLUMNS, arguments.out)
     print(per_pair(arguments.out))
 

@@ -21,8 +21,7 @@ from attention_kernels import dispatch
 from attention_kernels.operators import attention
 from attention_kernels.options import PLAIN
 from benchmarks import results
-from benchmarks.gpu import gpu
-from replay.timing.machine import describe
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from replay.timing.rounds import measure
 from replay.workloads.random_calls import Spec
 
@@ -42,9 +41,7 @@ COLUMNS = (
     "fp8 / exact",
     "int8 / exact",
     "fastest",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 
 
@@ -68,12 +65,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "precisions.csv")
     out = parser.parse_args().out
     device = gpu()
-    machine = describe(device)
+    machine = measured_on(device)
     lines: list[dict[str, Any]] = []
     for spec in calls():
         line = timed(spec, device)
-        line |= {name: getattr(machine, name.partition(".")[2]) for name in COLUMNS[-3:]}
-        lines.append(line)
+        lines.append(line | machine)
         results.write_lines(lines, COLUMNS, out)
         print(*(f"{line[name]:.3g}" for name in COLUMNS[:-3]), flush=True)
 

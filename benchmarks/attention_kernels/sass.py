@@ -214,12 +214,27 @@ def of_gradients() -> Cases:
 
 def of_hopper_gradients() -> Cases:
     window = AttentionOptions(True, (200, None))
-    for dim in (64, 128):
-        query, key, value = operands(dim, dtype=BFLOAT, batch=2)
-        tensors = query, query, key, value, query, empty(*query.shape[:3], dtype=SINGLE)
+    for dim, v_dim in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        query, key, value = operands(dim, v_dim=v_dim, dtype=BFLOAT, batch=2)
+        output, lse = query[..., :v_dim], empty(*query.shape[:3], dtype=SINGLE)
+        tensors = output, query, key, value, output, lse
         yield f"gradients {dim}", partial(hopper_backward, *tensors)
         yield f"gradients causal {dim}", partial(hopper_backward, *tensors, True)
         yield f"gradients window {dim}", partial(hopper_backward, *tensors, True, options=window)
+        if dim > 128:
+            continue
+        cap = AttentionOptions(softcap=50.0)
+        yield f"gradients soft cap {dim}", partial(hopper_backward, *tensors, True, options=cap)
+        lengths = Lengths("packed", 3, 512, numbers(4), numbers(4), numbers(3))
+        query, key, value = operands(dim, dtype=BFLOAT)
+        lse = empty(*query.shape[:3], dtype=SINGLE)
+        packed = partial(hopper_backward, query, query, key, value, query, lse, lengths=lengths)
+        yield f"gradients packed {dim}", packed
+        bottom = AttentionOptions(True)
+        yield f"gradients packed causal {dim}", partial(packed, is_causal=True, options=bottom)
+    query, key, value = operands(96, dtype=BFLOAT, batch=2)
+    tensors = query, query, key, value, query, empty(*query.shape[:3], dtype=SINGLE)
+    yield "gradients causal 96", partial(hopper_backward, *tensors, True)
 
 
 def of_quantised_prefill() -> Cases:

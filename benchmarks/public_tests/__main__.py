@@ -21,16 +21,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import MACHINE, measured_on
 from benchmarks.public_tests.flash_attn_shim import NAME
 from benchmarks.public_tests.listed import TESTS, Listed
 from benchmarks.public_tests.sharing import Ran, jobs, played
 from replay.kernels.registry import find
-from replay.rows.row import Machine
-from replay.timing.machine import describe
 
 COLUMNS = (
     "library",
@@ -43,9 +43,7 @@ COLUMNS = (
     "failed",
     "skipped",
     "reasons",
-    "machine.device",
-    "machine.torch",
-    "machine.triton",
+    *MACHINE,
 )
 WRITTEN_FOR = ("flash-attention 0251105a2fb1", "flashinfer fb28d7242b35")
 
@@ -93,7 +91,7 @@ def main() -> int:
     until = began + arguments.seconds
     versions = {name: version(root) for name, root in roots.items() if root is not None}
     options = (arguments.seed, until, arguments.device, arguments.largest)
-    machine = describe(device)
+    machine = measured_on(device)
     found: dict[tuple[Listed, str], Ran] = {(test, kernel): [] for test, kernel, _ in tests}
     try:
         for job, ran in played(list(jobs(tests, arguments.per_test)), arguments.processes, options):
@@ -111,7 +109,10 @@ def main() -> int:
 
 
 def write(
-    found: dict[tuple[Listed, str], Ran], versions: dict[str, str], machine: Machine, path: Path
+    found: dict[tuple[Listed, str], Ran],
+    versions: dict[str, str],
+    machine: dict[str, Any],
+    path: Path,
 ) -> None:
     """Write the results so far, because the machine may be lost before the end."""
     lines = []
@@ -130,9 +131,7 @@ def write(
                 "failed": counts["failed"],
                 "skipped": counts["skipped"],
                 "reasons": [f"{reason} ({n})" for reason, n in reasons.most_common(3)],
-                "machine.device": machine.device,
-                "machine.torch": machine.torch,
-                "machine.triton": machine.triton,
+                **machine,
             }
         )
     results.write_lines(lines, COLUMNS, path)

@@ -87,6 +87,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan_alternatives": plans.plan_alternatives,
     "tuning_budgets": plans.tuning_budgets,
     "foretold_drift": plans.foretold_drift,
+    "sketched_tuning": plans.sketched_tuning,
     "sparse_tuning": plans.sparse_tuning,
     "features": declared.features,
     "other_gpus": trials.other_gpus,

@@ -89,10 +89,30 @@ def tuning_budgets() -> str:
     return markdown_table(headings, lines) + machine_line(rows)
 
 
+def sketched_tuning() -> str:
+    """List the attention time that plans save without a sketch and with one, by budget."""
+    rows = results.read(results.DIRECTORY / "sketched_tuning.csv")
+    lines = {}
+    for without, with_sketch in zip(rows[::2], rows[1::2], strict=True):
+        name = f"{without['model']}, `{without['metric']}={float(without['limit']):.2g}`"
+        both = without, with_sketch
+        saved = [f"{100 * float(row['saved']):.1f} %" for row in both]
+        drifts = [f"{float(row['search']):.2g}" if row["search"] else "–" for row in both]
+        lines[name] = [*saved, *drifts]
+    headings = [
+        "model, budget",
+        "saved, single errors",
+        "saved, sketch",
+        "measured, single errors",
+        "measured, sketch",
+    ]
+    return markdown_table(headings, lines) + machine_line(rows)
+
+
 def sparse_tuning() -> str:
     """Compare tuned block-sparse plans with exhaustive search, by the weight of errors."""
     rows = results.read(results.DIRECTORY / "sparse_tuning.csv")
-    weights = {"measured": "their measured sensitivity", "none": "one (no runs for it)"}
+    weights = {"foretold": "their foretold sensitivity", "none": "one (no gradients)"}
     lines = {}
     for weight, name in weights.items():
         # Several budgets may lead to one plan.

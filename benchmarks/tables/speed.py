@@ -90,11 +90,14 @@ def by_call(path: Path) -> str:
 
 def backward(path: Path) -> str:
     """List TFLOPS of the backward pass by head dimension and length; the most are in bold."""
-    rows = [row for row in results.read(path) if row["kind"] == "time"]
+    rows = [row for row in results.read(path) if row["kind"] in ("time", "packed")]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     calls: dict[str, dict[str, int]] = {}
     for row in rows:
-        name = f"head_dim {row['head_dim']}, {row['length']} tokens"
+        tokens = f"{row['length']} tokens"
+        if row["kind"] == "packed":
+            tokens = "packed sequences of 82 to 8192 tokens"
+        name = f"head_dim {row['head_dim']}, {tokens}"
         name += ", causal" if row["is_causal"] == "True" else ""
         calls.setdefault(name, {})[row["kernel"]] = round(float(row["tflops"]))
     lines = {

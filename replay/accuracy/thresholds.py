@@ -103,15 +103,7 @@ class Thresholds:
         Raises:
             ThresholdsError: the file cannot be read or used.
         """
-        try:
-            tables = read_tables(path)
-        except OSError as error:
-            raise ThresholdsError(
-                f"cannot read {path}: {error.strerror}; name a TOML file"
-            ) from error
-        except ValueError as error:
-            raise ThresholdsError(f"{path} is not TOML: {error}") from error
-        return cls.from_tables(tables, path)
+        return cls.from_tables(read_tables(path, ThresholdsError), path)
 
 
 def _check_name(source: object, kind: str, name: str, known: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from replay.sparsity.candidates import SparseCandidates
     from replay.tune.search import Planner
 
-MOST_PROBES = 48
-"""Largest number of runs that measure the sensitivity of the output to the errors of heads."""
-
 EXACT = 1e-9
 """Smallest limit, as a share of the largest, if the model's own attention has no error."""
 
@@ -32,20 +29,18 @@ def planner_of(
     sketch: ErrorSketch | None = None,
     *,
     sparse: SparseCandidates | None = None,
-    loss: Callable[[Plan], float] | None = None,
 ) -> tuple[Planner, float, float]:
     """Return the planner, and the smallest and largest limit that it is useful for.
 
-    With a sketch, the limit is on the squared error of the final output that the sketch foretells.
+    With a sketch, the limit is on the squared error of the final output that the sketch foretells;
+    with a sketch by head, the errors of heads are weighted by the sensitivity of the output.
     Without one, it is on the sum of `replay.plan.cells.error_energy` over the calls of a run. Only
     kernels that are together as exact as the model's own attention are within the smallest limit;
     the fastest kernel of every call is within the largest.
 
     Args:
+        sketch: sketch of the kernels of the rows, or of the sparse kernels by head.
         sparse: block-sparse kernels to choose from besides those of the rows.
-        loss: function that runs the model with a plan, and returns the loss of its output; the
-            errors of heads are then weighted by the sensitivity of the output, if that takes at
-            most `MOST_PROBES` runs. None to run no plan.
     """
     from replay.end_to_end.model_process import OWN
     from replay.plan.choose import WithinTotal
@@ -56,14 +51,12 @@ def planner_of(
         errors.append(sparse.largest_error)
     budget = Budget("relative_l1", max(filter(math.isfinite, errors), default=0.0))
     make = partial(WithinTotal, rows, capture.census, budget, OWN, exclusive_kernels(rows))
-    energy_at = None if sketch is None else partial(_foretold, sketch)
+    energy_at = None if sketch is None or sparse is not None else partial(_foretold, sketch)
     maker = make(energy_at=energy_at, more=sparse)
-    if sparse is not None and loss is not None:
-        from replay.sparsity.measured_sensitivity import number_of_runs, with_sensitivities
+    if sparse is not None and sketch is not None:
+        from replay.sparsity.foretold_sensitivity import with_sensitivities
 
-        if number_of_runs(sparse, maker) <= MOST_PROBES:
-            sparse = with_sensitivities(sparse, maker, loss)
-            maker = make(more=sparse)
+        maker = make(more=with_sensitivities(sparse, maker.cells, sketch))
 
     @cache
     def planner(limit: float) -> Plan:
@@ -82,13 +75,7 @@ def _foretold(sketch: ErrorSketch, cell: Cell, kernel: str) -> float:
     """
     if kernel == cell.baseline:
         return 0.0
-    places = [
-        at
-        for at, place in enumerate(sketch.places)
-        if (place.module, place.phase) == (cell.module, cell.phase)
-        and (cell.steps is None or cell.steps.first <= place.step <= cell.steps.last)
-        and cell.lengths.low <= place.kv_len <= cell.lengths.high
-    ]
+    places = [at for at, place in enumerate(sketch.places) if cell.covers(*place)]
     if not places or kernel not in sketch.kernels:
         return math.nan
     return float(sketch.additive[places, sketch.kernels.index(kernel)].sum())

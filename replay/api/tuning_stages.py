@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from replay.api.call_choices import RecordedCalls
 from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace
 from replay.api.messages import say
 from replay.api.session import Session
-from replay.api.tuning_planner import MOST_PROBES, expected_trials, planner_of
+from replay.api.tuning_planner import expected_trials, planner_of
 from replay.api.tuning_recording import recorded
 from replay.api.tuning_sparsity import MOST_CALLS, check_device, sparse_candidates
 from replay.api.verify_model import as_json
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
     from replay.plan.plan import Plan
     from replay.rows.row import Row
+    from replay.sketches.make_sketch import Columns
     from replay.sketches.sketch import ErrorSketch
     from replay.sparsity.kernel import SparseKernel
     from replay.tune.directory import TuningDirectory
@@ -63,9 +63,6 @@ PASS = 2.0
 
 COMPARING = 0.5
 """Share of the remaining time limit that comparing kernels may take."""
-
-PROBING = 0.25
-"""Share of the remaining time limit that measuring sensitivities may take."""
 
 
 @dataclass(frozen=True)
@@ -148,22 +145,21 @@ class Stages:
     ) -> tuple[Planner, float, float]:
         """Return the planner and its limits; its plans may have sparse attention too."""
         if self.sparse is None:
-            return planner_of(capture, rows, self._sketch(search, rows, run_ms))
+            names = [*dict.fromkeys(row.kernel for row in rows if row.status == "ok")]
+            is_sure = not self.runs.kept or len(self.runs.searched) >= LEAST_PROMPTS
+            sketch = self._sketch(search, names, run_ms) if is_sure else None
+            return planner_of(capture, rows, sketch)
+        from replay.sparsity.foretold_sensitivity import DIRECTIONS, by_head, kernels_of
+
         device = self._device(capture)
         candidates = sparse_candidates(
             self.sparse, self.files, entries, rows, device, quiet=self.quiet
         )
-        seconds = MOST_PROBES * search.runs * run_ms / 1000
-        if self.limit.seconds is not None and seconds > PROBING * self._left():
-            return planner_of(capture, rows, sparse=candidates)
-        before = self.files.trials(self.budget, search.fingerprint)
-
-        def loss(plan: Plan) -> float:
-            quality = self._tried(search, before, 0.0, plan).quality
-            return math.nan if quality is None else quality.loss
-
-        with self._shown(search, MOST_PROBES):
-            return planner_of(capture, rows, sparse=candidates, loss=loss)
+        sketch = None
+        if candidates.calls:
+            names = kernels_of(self.sparse.name)
+            sketch = self._sketch(search, names, run_ms, DIRECTIONS, by_head)
+        return planner_of(capture, rows, sketch, sparse=candidates)
 
     def _too_little(
         self, ceiling: float, run_ms: float, rows: list[Row], share: float | None
@@ -218,11 +214,12 @@ class Stages:
     def compared(self, capture: CaptureRecord) -> list[Row]:
         """Compare kernels on the recorded calls; rows that the directory holds are kept.
 
-        Calls with a speed-up that a busy machine hid are measured again.
+        Calls with a speed-up that a busy machine hid are measured again. With sparse attention,
+        dense kernels are compared at one denoising step, which stands for the others.
         """
         from replay.api.measured_rows import Rows
         from replay.rows.row_files import read_jsonl, save_jsonl, write_jsonl
-        from replay.tune.compared_calls import rounds_of_a_call
+        from replay.tune.compared_calls import of_one_step, rounds_of_a_call
 
         with contextlib.suppress(FileNotFoundError):
             before, _ = read_jsonl(self.files.rows)
@@ -232,12 +229,14 @@ class Stages:
         left = None
         if self.limit.seconds is not None:
             left = max(COMPARING * self._left(), 1.0)
+        entries, names = self.recorded_calls(), None
+        if self.sparse is not None:  # other steps are there for the errors of sparse attention
+            entries = of_one_step(entries)
+            names = ",".join(entry.path.stem for entry in entries)
         request = ReplayRequest(
-            RecordedCalls(str(self.files.recording)),
+            RecordedCalls(str(self.files.recording), names),
             self.kernels,
-            MeasureChoice(
-                rounds=rounds_of_a_call(self.recorded_calls(), self.rounds), for_model=True
-            ),
+            MeasureChoice(rounds=rounds_of_a_call(entries, self.rounds), for_model=True),
             RunPlace(device=self._device(capture)),
             left,
             resume=self.files.rows,
@@ -255,14 +254,22 @@ class Stages:
         # Plans made here may run code, but a resumed file may name code that the user did not.
         return Rows(row for row in outcome.rows if ".py:" not in row.kernel or row.kernel in named)
 
-    def _sketch(self, search: Judge, rows: list[Row], run_ms: float) -> ErrorSketch | None:
-        """Return the sketch of the compared kernels; None if there is no time or no gradient.
+    def _sketch(
+        self,
+        search: Judge,
+        names: list[str],
+        run_ms: float,
+        directions: int | None = None,
+        by_head: Columns | None = None,
+    ) -> ErrorSketch | None:
+        """Return the sketch of kernels; None if there is no time or no gradient.
 
-        It also needs enough prompts, unless the plan is judged on the run that it is tuned on. The
-        directory keeps it, by the outputs of the model's own attention.
+        The directory keeps it, by the outputs of the model's own attention.
+
+        Args:
+            directions: number of directions over all prompts; None for the default.
+            by_head: as `replay.sketches.make_sketch.make_sketch` takes it.
         """
-        if self.runs.kept and len(self.runs.searched) < LEAST_PROMPTS:
-            return None
         import torch
 
         from replay.kernels.registry import find
@@ -270,15 +277,20 @@ class Stages:
         from replay.sketches.make_sketch import PROMPTS, RUNS, make_sketch
         from replay.sketches.sketch import ErrorSketch
 
-        names = [*dict.fromkeys(row.kernel for row in rows if row.status == "ok")]
         path = self.files.sketch(search.fingerprint)
-        if path.exists() and (before := ErrorSketch.load(path)).kernels == names:
-            return before
+        if path.exists():
+            before = ErrorSketch.load(path)
+            if by_head is not None or before.kernels == names:
+                return before
         runs = self.runs.searched[:PROMPTS]
-        seconds = RUNS * run_ms / 1000 * PASS
+        passes = RUNS
+        if directions is not None:
+            directions = max(directions // len(runs), 1)
+            passes = len(runs) * (1 + directions)
+        seconds = passes * run_ms / 1000 * PASS
         if self.limit.seconds is not None and seconds > SKETCHING * self._left():
             return None
-        self._say(f"foretelling the output's error with any plan from {RUNS} passes")
+        self._say(f"foretelling the output's error with any plan from {passes} passes")
         try:
             sketch = make_sketch(
                 self.runnable.roots,
@@ -286,6 +298,8 @@ class Stages:
                 [find(name) for name in names],
                 model=self.runnable.name,
                 pipeline=self.runnable.pipeline,
+                directions=directions,
+                by_head=by_head,
             )
             sketch.save(path)
             return sketch

@@ -317,7 +317,7 @@ def _variants(
 
     groups: dict[tuple[str, str], list[Variant]] = {(HERE, ""): []}
     failed = []
-    is_sdpa = all(row.call.road == "sdpa" for row in rows)
+    is_sdpa = all(row.call.entry_point == "sdpa" for row in rows)
     for environment, kernels in assigned.items():
         path: tuple[str, ...] = ()
         refused = ""

@@ -388,7 +388,7 @@ def _facts(workload: Workload, forms: Forms) -> CallFacts:
         mask_structure=str(forms.structure or ""),
         beyond=beyond(call),
         nonfinite="" if (odd := nonfinite_inputs(call)) is None else odd.sentence,
-        road=origin.entry_point,
+        entry_point=origin.entry_point,
         batch=None if batch is None else batch.size,
         has_window=None if batch is None else call.variant.window[0] is not None,
     )

@@ -229,7 +229,9 @@ def check(
 
 def own_kernel_of(rows: Sequence[Row]) -> str | None:
     """Return the kernel that stands for the model's own attention; None if there are several."""
-    if all(row.call.road == "sdpa" for row in rows):  # also runs a backend that the model pinned
+    if all(
+        row.call.entry_point == "sdpa" for row in rows
+    ):  # also runs a backend that the model pinned
         return OWN
     replayed = RowsByCall(rows, OWN, stand_ins=True)
     names = {replayed.own(call.name) for call in replayed.timed()}

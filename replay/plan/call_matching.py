@@ -136,7 +136,7 @@ class RowsByCall:
 
     def is_sdpa(self, call: str) -> bool:
         """Return True if the model called SDPA, so that plain SDPA is the model's own attention."""
-        return call in self._calls and self._calls[call].road == "sdpa"
+        return call in self._calls and self._calls[call].entry_point == "sdpa"
 
     def timed(self) -> list[CallFacts]:
         """Return the calls for which the model's own kernel has a time."""

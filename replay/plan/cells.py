@@ -80,6 +80,14 @@ class Cell:
         kv_lens = [counted.kv_len for counted in self.counted]
         return self.kv_lens or KeyLengths(min(kv_lens), max(kv_lens))
 
+    def covers(self, module: str, phase: str, kv_len: int, step: int) -> bool:
+        """Return True if a call of the module belongs to the cell."""
+        return (
+            (module, phase) == (self.module, self.phase)
+            and self.lengths.low <= kv_len <= self.lengths.high
+            and (self.steps is None or self.steps.first <= step <= self.steps.last)
+        )
+
 
 class Cost(NamedTuple):
     """Time and error of one kernel at one cell."""

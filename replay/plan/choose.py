@@ -212,14 +212,6 @@ class WithinTotal:
         ]
         return self._costs.plan_of(picked, None)
 
-    def energy(self, kernels: Mapping[int, str]) -> float:
-        """Return the error energy that kernels add to that of the model's own, by cell."""
-        costs = self._costs
-        return math.fsum(
-            costs.cost(self.cells[at], kernel).energy - _known(costs.costs[at][0].energy)
-            for at, kernel in kernels.items()
-        )
-
     @property
     def cells(self) -> list[Cell]:
         return self._costs.cells

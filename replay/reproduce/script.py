@@ -142,9 +142,9 @@ def _script(shown: Shown, constants: dict[str, float], is_copied: bool) -> str:
 
 _FOLDER = """\
 sys.path.insert(0, str(HERE / "kernel"))  # the kernel's own files
-if importlib.util.find_spec("replay") is None:  # where a user's kernel may be registered
-    sys.modules["replay"] = types.ModuleType("replay")
-    sys.modules["replay"].register_kernel = lambda *_, **__: lambda function: function
+if importlib.util.find_spec("attention_replay") is None:  # where a user's kernel may be registered
+    sys.modules["attention_replay"] = types.ModuleType("attention_replay")
+    sys.modules["attention_replay"].register_kernel = lambda *_, **__: lambda function: function
 """
 
 _INTERPRETED = """\

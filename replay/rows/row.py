@@ -108,7 +108,7 @@ class CallFacts:
         "NaN and infinite elements of each input, e.g. key 128 NaN (hidden) if no query sees them; "
         "empty if there are none",
     ] = ""
-    road: Annotated[str, "entry point of the call: sdpa, or a library or registry"] = "sdpa"
+    entry_point: Annotated[str, "entry point of the call: sdpa, or a library or registry"] = "sdpa"
     batch: Annotated[BatchSize | None, "batch of an engine: {}; empty for other calls"] = None
     grad_output: Annotated[
         str,

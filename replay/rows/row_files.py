@@ -25,7 +25,7 @@ from typing import (
 )
 
 from attention_replay.errors import Error
-from capture.storage.json_data import parsed, shown, typed
+from capture.storage.json_data import parsed, shown, typed, with_names
 from capture.storage.plain_files import possible
 from capture.text.printable import printable
 from replay.rows.errors_of_output import Errors, GradientErrors, Where
@@ -76,7 +76,10 @@ def row_from_json(data: dict[str, Any]) -> Row:
     schema = data.get("schema", 1)
     if schema != SCHEMA and {"kernel", "call"} <= data.keys():
         raise OtherSchema(f"rows in format {shown(schema)}, but this version reads format {SCHEMA}")
-    return rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
+    fields = {name: value for name, value in data.items() if name != "schema"}
+    # Earlier versions wrote the entry point under another name.
+    fields["call"] = with_names(fields["call"], {"road": "entry_point"})
+    return rebuilt(Row, fields)
 
 
 class OtherSchema(Exception):

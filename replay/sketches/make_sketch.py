@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from capture.hooks.entry_points import follow_entry_points
-from capture.hooks.interceptor import Arguments, intercept
-from capture.hooks.modules import ModuleTracker
 from replay.kernels.registry import Kernel
-from replay.patch.call_counts import CallCounts, Swap
-from replay.patch.call_dispatcher import CallDispatcher
-from replay.patch.planned_modules import key_length
 from replay.patch.use_kernel import use_kernel
 from replay.sketches.final_output import (
     VAE,
@@ -26,8 +19,8 @@ from replay.sketches.final_output import (
     error_between,
     final_output,
 )
-from replay.sketches.gradients_on import GradientError, check_gradients, gradients_on
 from replay.sketches.sketch import ErrorSketch, Place
+from replay.sketches.traced_run import TracedRun, traced
 
 PROMPTS = 13
 """Number of prompts from which the error is foretold, if there are as many."""
@@ -40,26 +33,20 @@ Pictures = Callable[[Any], Tensor | None]
 """Function that returns the pictures in a run's result, with values in [0, 1]; None without any."""
 
 
+Columns = Callable[[str, int], Sequence[str]]
+"""Function of a kernel's name and a number of heads that names the kernel at each head alone."""
+
+
 @dataclass(frozen=True)
-class _Call:
-    """Attention call of a run."""
-
-    place: Place
-    leaf: Tensor
-    """Zeros that were added to the output, so that they receive its gradient."""
-    errors: list[Tensor]
-    """Output of each kernel minus the model's own."""
-    energy: float
-    """Squared norm of the model's own output."""
-
-
-class Traced(NamedTuple):
-    """Run with gradients."""
+class _Prompt:
+    """Passes over one prompt."""
 
     output: FinalOutput
-    calls: list[_Call]
+    """Final output without its graph."""
     result: Any
-    """Object that the run returned."""
+    scores: list[dict[Place, Tensor]]
+    """Scores of each direction by place, (kernels, heads)."""
+    local: dict[Place, Tensor]
 
 
 def make_sketch(
@@ -70,6 +57,7 @@ def make_sketch(
     model: str,
     pipeline: Any = None,
     directions: int | None = None,
+    by_head: Columns | None = None,
     seed: int = 0,
     pictures: Pictures = lambda result: None,
     done: Callable[[int, int], None] = lambda number, total: None,
@@ -77,7 +65,8 @@ def make_sketch(
     """Make the sketch of a model's error with each kernel at each place.
 
     A run takes a forward pass, and a backward pass for each direction. The graph of the whole run
-    is kept meanwhile, with the errors of all kernels.
+    is kept meanwhile. If it does not fit into a GPU's memory, the activations of denoisers are
+    computed again in the backward passes, which then take about twice the time.
 
     Args:
         roots: the model's modules, by name.
@@ -87,6 +76,7 @@ def make_sketch(
         model: name of the model.
         pipeline: the pipeline of the modules, whose scheduler counts the steps.
         directions: random directions for each prompt; None for as many as fit into `RUNS`.
+        by_head: names of the sketch's kernels, each the kernel at one head; None for the kernels.
         pictures: with latents, one more run relates their error to the PSNR of the pictures.
         done: function that receives the number of passes done, and of all.
 
@@ -97,43 +87,94 @@ def make_sketch(
     directions = directions or max((RUNS - 1) // len(runs) - 1, 1)
     generator = torch.Generator().manual_seed(seed)
     total = len(runs) * (1 + directions)
-    scores: list[dict[Place, Tensor]] = []
-    local: dict[Place, Tensor] = {}
-    first: Traced | None = None
-    for number, run in enumerate(runs):
-        one = traced(roots, run, kernels, pipeline)
-        first = first or Traced(_without_graph(one.output), [], one.result)
-        done(number * (1 + directions) + 1, total)
-        for place, energy in _local(one.calls).items():
-            local[place] = local.get(place, 0) + energy / len(runs)
-        for at in range(1, directions + 1):
-            u = one.output.direction(generator)
-            scores.append(_scores(one.output, u, one.calls, keep=at < directions))
-            done(number * (1 + directions) + 1 + at, total)
-    assert first is not None
+    prompts: list[_Prompt] = []
+    recompute = False
+
+    def passed(run: Callable[[], Any]) -> _Prompt | None:
+        """Return the passes over a prompt; None if they do not fit without recomputing."""
+        before = len(prompts) * (1 + directions)
+        scores = []
+        try:
+            with traced(roots, run, kernels, pipeline, recompute=recompute) as one:
+                done(before + 1, total)
+                for at in range(1, directions + 1):
+                    u = one.output.direction(generator)
+                    scores.append(one.scores(u, keep=at < directions))
+                    done(before + 1 + at, total)
+                return _without_graph(one, scores)
+        except torch.OutOfMemoryError:
+            if recompute:
+                raise
+            return None
+
+    for run in runs:
+        found = passed(run)
+        if found is None:
+            recompute = True
+            found = passed(run)
+        assert found is not None
+        prompts.append(found)
+    return _sketch(model, roots, runs[0], kernels, prompts, by_head, pictures, total)
+
+
+def _without_graph(run: TracedRun, scores: list[dict[Place, Tensor]]) -> _Prompt:
+    output = replace(run.output, tensor=run.output.tensor.detach())
+    return _Prompt(output, run.result, scores, run.local())
+
+
+def _sketch(
+    model: str,
+    roots: Mapping[str, nn.Module],
+    run: Callable[[], Any],
+    kernels: Sequence[Kernel],
+    prompts: Sequence[_Prompt],
+    by_head: Columns | None,
+    pictures: Pictures,
+    runs: int,
+) -> ErrorSketch:
+    scores = [each for prompt in prompts for each in prompt.scores]
     places = list(dict.fromkeys(place for each in scores for place in each))
-    zeros = torch.zeros(len(kernels))
-    errors = torch.stack([local[at] for at in places])
-    level = _picture_level(first, roots, runs[0], kernels, errors, pictures)
+    names = {place: _names(kernels, scores, place, by_head) for place in places}
+    columns = list(dict.fromkeys(name for each in names.values() for name in each))
+
+    def table(parts: Mapping[Place, Tensor]) -> Tensor:
+        """Return figures (places, columns); 0 where a place has none."""
+        found = torch.zeros(len(places), len(columns))
+        for at, place in enumerate(places):
+            if place in parts:
+                part = parts[place] if by_head else parts[place].sum(1)
+                found[at, [columns.index(name) for name in names[place]]] = part.flatten()
+        return found
+
+    local = torch.stack([table(prompt.local) for prompt in prompts]).mean(0)
+    level = _picture_level(prompts[0], roots, run, kernels, local, pictures)
     return ErrorSketch(
         model,
-        first.output.measure,
-        [kernel.name for kernel in kernels],
+        prompts[0].output.measure,
+        columns,
         places,
-        [prompt for prompt in range(len(runs)) for _ in range(directions)],
-        torch.stack([torch.stack([each.get(at, zeros) for at in places]) for each in scores]),
-        errors,
-        total + (level is not None),
+        [at for at, prompt in enumerate(prompts) for _ in prompt.scores],
+        torch.stack([table(each) for each in scores]),
+        local,
+        runs + (level is not None),
         level,
     )
 
 
-def _without_graph(output: FinalOutput) -> FinalOutput:
-    return replace(output, tensor=output.tensor.detach())
+def _names(
+    kernels: Sequence[Kernel],
+    scores: Sequence[Mapping[Place, Tensor]],
+    place: Place,
+    by_head: Columns | None,
+) -> list[str]:
+    if by_head is None:
+        return [kernel.name for kernel in kernels]
+    heads = next(each[place] for each in scores if place in each).shape[1]
+    return [name for kernel in kernels for name in by_head(kernel.name, heads)]
 
 
 def _picture_level(
-    first: Traced,
+    first: _Prompt,
     roots: Mapping[str, nn.Module],
     run: Callable[[], Any],
     kernels: Sequence[Kernel],
@@ -161,119 +202,3 @@ def _picture_level(
         return None
     mse = (own.double() - other.double()).square().mean()
     return float(20 * math.log10(error) - 10 * mse.log10()) if mse else None
-
-
-def traced(
-    roots: Mapping[str, nn.Module],
-    run: Callable[[], Any],
-    kernels: Sequence[Kernel],
-    pipeline: Any = None,
-) -> Traced:
-    """Run a model once with gradients, and every kernel on each of its attention calls.
-
-    Raises:
-        GradientError: the run has no gradients, or no output whose error can be foretold.
-    """
-    calls: list[_Call] = []
-    tracker, decoded = ModuleTracker(roots, pipeline), DecodedLatents()
-    dispatchers = [_dispatcher(kernel) for kernel in kernels]
-
-    def handle(
-        arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
-    ) -> Tensor:
-        check_gradients()
-        own = proceed()
-        if not torch.is_grad_enabled() or not isinstance(own, Tensor):
-            return own  # in the decoder of latents
-        site = tracker.site
-        place = Place(site.module, site.phase, key_length(arguments), site.step)
-        before = own.detach()
-        with _without_gradients():
-            fields = arguments._asdict()
-            tensors = {name: each for name, each in fields.items() if isinstance(each, Tensor)}
-            detached: Any = {name: each.detach() for name, each in tensors.items()}
-            given = arguments._replace(**detached)
-            errors = [each.handle(given, lambda: before, sdpa) - before for each in dispatchers]
-        leaf = torch.zeros_like(own, requires_grad=True)
-        calls.append(_Call(place, leaf, errors, float(before.float().square().sum())))
-        return own + leaf
-
-    with (
-        gradients_on(roots),
-        decoded.kept(roots),
-        tracker.watch(),
-        intercept(handle),
-        follow_entry_points(handle),
-    ):
-        try:
-            result = run()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise GradientError(
-                f"the run fails with gradients ({error}): let it return tensors instead of numpy "
-                "arrays, and change no tensor in place"
-            ) from error
-    output = final_output(result, decoded.latest)
-    if not calls:
-        raise GradientError(
-            "the run made no attention call that can be followed: there is nothing to foretell"
-        )
-    if not output.tensor.requires_grad:
-        raise GradientError(
-            "the run's output has no gradients: return tensors that were not detached, such as "
-            "latents or logits"
-        )
-    return Traced(output, calls, result)
-
-
-def _dispatcher(kernel: Kernel) -> CallDispatcher:
-    kernel = kernel.loaded()
-    swap = Swap({kernel.name: CallCounts()})
-    return CallDispatcher(
-        swap, {kernel.name: kernel}, lambda arguments: kernel.name, contextlib.nullcontext
-    )
-
-
-def _local(calls: Sequence[_Call]) -> dict[Place, Tensor]:
-    """Return the squared relative error of each kernel at each place."""
-    errors: dict[Place, Tensor] = {}
-    energies: dict[Place, float] = {}
-    for call in calls:
-        found = torch.stack([each.float().square().sum().cpu() for each in call.errors])
-        errors[call.place] = errors.get(call.place, 0) + found
-        energies[call.place] = energies.get(call.place, 0.0) + call.energy
-    return {place: each / max(energies[place], 1e-30) for place, each in errors.items()}
-
-
-def _scores(
-    output: FinalOutput, u: Tensor, calls: Sequence[_Call], *, keep: bool
-) -> dict[Place, Tensor]:
-    """Return ⟨u, J ε⟩ of each kernel over the output's scale, by place."""
-    leaves = [call.leaf for call in calls]
-    try:
-        gradients = torch.autograd.grad(
-            output.tensor, leaves, u, retain_graph=keep, allow_unused=True
-        )
-    except RuntimeError as error:
-        raise GradientError(
-            f"the run cannot be differentiated ({error}): foretell a run without in-place changes "
-            "of its cache, such as a forward pass over a text"
-        ) from error
-    found: dict[Place, Tensor] = {}
-    for call, gradient in zip(calls, gradients, strict=True):
-        if gradient is None:  # the output does not depend on this call
-            continue
-        products = [(gradient.float() * each.float()).sum().cpu() for each in call.errors]
-        found[call.place] = found.get(call.place, 0) + torch.stack(products) / output.scale
-    return found
-
-
-@contextlib.contextmanager
-def _without_gradients() -> Iterator[None]:
-    """Disable gradients, also where `torch.no_grad()` has no effect."""
-    torch.set_grad_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(True)

@@ -25,5 +25,5 @@ class Sensitivity:
 
     @property
     def mean(self) -> float:
-        """Geometric mean of the measured sensitivities."""
+        """Geometric mean of the sensitivities."""
         return math.exp(fmean(math.log(sensitivity) for _, sensitivity in self.points))

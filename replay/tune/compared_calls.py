@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from capture.storage.call_file import FileEntry
+from replay.plan.plan import DENOISE
 from replay.rows.row import Row
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.workloads.sources import RecordedSource
@@ -27,6 +28,16 @@ def rounds_of_a_call(entries: Collection[FileEntry], rounds: int) -> int:
     """
     fewest = min(Counter(map(_form, entries)).values(), default=1)
     return min(rounds, max(MINIMUM_ROUNDS, math.ceil(rounds / fewest)))
+
+
+def of_one_step(entries: Collection[FileEntry]) -> list[FileEntry]:
+    """Return the calls of the middle recorded denoising step, and those of other phases.
+
+    Of two middle steps it is the earlier.
+    """
+    steps = sorted({each.origin.step for each in entries if each.origin.phase == DENOISE})
+    middle = steps[(len(steps) - 1) // 2] if steps else 0
+    return [each for each in entries if each.origin.phase != DENOISE or each.origin.step == middle]
 
 
 def with_nearest(rows: Sequence[Row], entries: Sequence[FileEntry]) -> list[Row]:

@@ -106,16 +106,6 @@ class QualityBudget:
             )
         return math.nan if found["nan_count"] else figure
 
-    def loss(self, figure: float) -> float:
-        """Return the loss of quality, 0 for equal outputs, in proportion to the squared error."""
-        if self.metric == "psnr":
-            return float(10 ** (-figure / 10))
-        if self.metric == "perplexity":
-            return figure - 1
-        if self.metric == "relative_l1":
-            return figure**2
-        return 1 - figure if METRICS[self.metric].is_minimum else figure
-
     def foretold(self, figures: Sequence[float]) -> float:
         """Return the worst figure to expect of another prompt, with the probability `CONFIDENCE`.
 
@@ -163,11 +153,6 @@ class Quality:
     @property
     def worst(self) -> float:
         return self.budget.worst(self.figures)
-
-    @property
-    def loss(self) -> float:
-        """Mean of `QualityBudget.loss` over the prompts."""
-        return statistics.fmean(map(self.budget.loss, self.figures))
 
     @property
     def foretold(self) -> float | None:

@@ -51,15 +51,7 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
 
 
 def _from_toml(path: Path) -> dict[str, str]:
-    try:
-        data = read_tables(path)
-    except OSError as error:
-        raise WorkerError(
-            f"cannot read {path} ({error.strerror}): name a TOML file with --env"
-        ) from error
-    except ValueError as error:
-        raise WorkerError(f"{path} is not TOML: {error}") from error
-    table = data.get("environments")
+    table = read_tables(path, WorkerError).get("environments")
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise WorkerError(f'{path}: needs [environments] with lines name = "path/to/python"')
     return table

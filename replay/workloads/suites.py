@@ -55,12 +55,7 @@ def read_suite(path: Path) -> list[Sizes]:
     Raises:
         ShapeError: the file cannot be read, or is not a suite.
     """
-    try:
-        tables = read_tables(path)
-    except OSError as error:
-        raise ShapeError(f"cannot read {path} ({error.strerror}): name a TOML file") from error
-    except ValueError as error:
-        raise ShapeError(f"{path} is not TOML: {error}") from error
+    tables = read_tables(path, ShapeError)
     _check_keys(path, "table", tables, ("shapes",))
     groups = tables.get("shapes")
     if not (groups and isinstance(groups, list) and all(isinstance(each, dict) for each in groups)):

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_kernels import AttentionOptions, dispatch, flash_attn_func, gradients
+from attention_kernels import (
+    AttentionOptions,
+    dispatch,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    gradients,
+)
 from attention_kernels.launch.launcher import PlanCache
 from attention_kernels.operators import attention
-from tests.attention_kernels.calls import DEVICE, half, normal
+from tests.attention_kernels.calls import DEVICE, half, normal, offsets
 
 
 def inputs(
@@ -75,14 +81,15 @@ def test_wide_heads_are_decoded_where_the_value_is_in_the_key(picked: list[str])
 
 WIDTHS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "hopper": (64, 64, {"options": AttentionOptions(True, (9, None))}),
+    "hopper, wide": (192, 128, {"options": AttentionOptions(bottom_right=True)}),
     "no Gluon": (64, 64, {}),
-    "another width": (32, 32, {}),
-    "another width of values": (64, 128, {}),
+    "hopper, other widths": (40, 128, {"options": AttentionOptions(softcap=2.0), "sinks": half(4)}),
+    "narrow heads": (24, 24, {}),
+    "wide heads": (64, 136, {}),
+    "no multiple of 8": (36, 36, {}),
     "float32": (64, 64, {}),
     "negative scale": (64, 64, {"scale": -0.1}),
     "mask": (64, 64, {"attn_mask": torch.ones(20, dtype=torch.bool, device=DEVICE)}),
-    "sinks": (64, 64, {"sinks": half(4)}),
-    "soft cap": (64, 64, {"options": AttentionOptions(softcap=2.0)}),
     "PyTorch's deterministic algorithms": (64, 64, {}),
     "deterministic": (64, 64, {"options": AttentionOptions(deterministic=True)}),
     "invariant": (64, 64, {"invariant": True}),
@@ -113,8 +120,33 @@ def test_gradients_are_hoppers_where_it_supports_the_call(
     else:
         output = attention(*leaves, enable_gqa=True, **options)
     torch.autograd.grad(output.sum(), leaves)
-    wanted = [options["options"]] if name == "hopper" else []
+    wanted = [options["options"]] if "hopper" in name else []
     assert [given["options"] for given in taken] == wanted
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_packed_sequences_are_hoppers(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = pytest.importorskip("attention_kernels.hopper.hopper_backward")
+    taken: list[int] = []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        *tensors, is_causal, scale, sequences = given
+        taken.append(sequences.batches)
+        return gradients.backward(
+            *tensors[:4], None, *tensors[4:], is_causal, scale, sequences, **options
+        )
+
+    monkeypatch.setattr(hopper, "hopper_backward", noted)
+    monkeypatch.setattr(gradients, "has_gluon_kernels", lambda device: True)
+    leaves = [normal(20, 2, 64, dtype=torch.float16).requires_grad_() for _ in range(3)]
+    starts = offsets(5, 15)
+    output = flash_attn_varlen_func(
+        *leaves, starts, starts, 15, 15, causal=True, deterministic=deterministic
+    )
+    torch.autograd.grad(output.sum(), leaves)
+    assert taken == ([] if deterministic else [2])
 
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 3)])

@@ -1,4 +1,4 @@
-"""Emulator of `hopper_backward_kernel.py`: its own functions run as Python, on the CPU.
+"""Emulator of the Hopper backward kernels: their own functions run as Python, on the CPU.
 
 Each partition of a program is a thread, and one thread runs at a time. Loads, matrix products and
 additions to memory happen at a random moment between their start and the end of the wait for them,
@@ -27,12 +27,22 @@ from triton.runtime.jit import JITFunction
 from attention_kernels.hopper import (
     hopper_backward,
     hopper_backward_kernel,
+    hopper_backward_wide_kernel,
+    key_ranges,
+    pipeline,
     query_gradients,
     scores,
 )
 from attention_kernels.launch.launcher import Launch
 
-MODULES = (hopper_backward_kernel, query_gradients, scores)
+MODULES = (
+    *(hopper_backward_kernel, hopper_backward_wide_kernel, key_ranges),
+    *(pipeline, query_gradients, scores),
+)
+KERNELS = (
+    hopper_backward_kernel.backward_kernel,
+    hopper_backward_wide_kernel.wide_backward_kernel,
+)
 THREADS = 128
 
 
@@ -52,8 +62,12 @@ class Registers(torch.Tensor):
         return SimpleNamespace(layout=None)
 
     def to(self, dtype: Any) -> Any:  # type: ignore[override]
-        kind = dtype.torch if isinstance(dtype, Type) else {gl.int64: torch.int64}[dtype]
+        names = {gl.int64: torch.int64, gl.int32: torch.int32, gl.float32: torch.float32}
+        kind = dtype.torch if isinstance(dtype, Type) else names[dtype]
         return torch.Tensor.to(self, kind).as_subclass(Registers)
+
+    def __iadd__(self, other: Any) -> Any:  # a name is bound to a new value, as in Gluon
+        return self + other
 
 
 def number(value: int) -> Registers:
@@ -124,7 +138,7 @@ class Descriptor:
 class Product:
     """Matrix product that is not finished."""
 
-    def __init__(self, left: Any, right: Shared, addend: Registers | None) -> None:
+    def __init__(self, left: Any, right: Shared, addend: Registers | Product | None) -> None:
         self.result: Registers | None = None
         self.operands = left, right, addend
 
@@ -133,6 +147,8 @@ class Product:
         left = left.memory if isinstance(left, Shared) else left
         assert left.dtype == right.memory.dtype != torch.float32
         total = left.as_subclass(torch.Tensor).float() @ right.memory.float()
+        if isinstance(addend, Product):
+            addend = addend.result
         if addend is not None:
             total += addend
         self.result = total.as_subclass(Registers)
@@ -238,7 +254,7 @@ class Machine:
         self.pause(lambda: len(mine) <= count)
 
     def mma(
-        self, left: Any, right: Shared, addend: Registers, *, use_acc: bool = True, is_async: bool
+        self, left: Any, right: Shared, addend: Any, *, use_acc: bool = True, is_async: bool
     ) -> Product:
         product = Product(left, right, addend if use_acc else None)
         self.own[threading.current_thread()].append(product)
@@ -290,6 +306,15 @@ def language(machine: Machine, program: int) -> Any:
         places, mask = torch.broadcast_tensors(places, mask)
         memory.view(-1)[places[mask]] = values[mask]
 
+    def add(pointer: Any, values: Registers, sem: str) -> None:
+        memory, places = pointer
+        memory.view(-1)[places] += values
+        machine.pause()
+
+    def load(pointer: Any) -> Registers:
+        memory, place = pointer
+        return number(int(memory[int(place)]))
+
     def either(which: Any, one: Any, other: Any) -> Registers:
         found = torch.where(torch.as_tensor(which), torch.as_tensor(one), torch.as_tensor(other))
         return found.as_subclass(Registers)
@@ -309,7 +334,10 @@ def language(machine: Machine, program: int) -> Any:
         warp_specialize=specialise,
         program_id=lambda axis: number(program),
         to_tensor=lambda value: value,
+        load=load,
+        static_range=range,
         store=store,
+        atomic_add=add,
         where=either,
         maximum=pair(torch.maximum),
         minimum=pair(torch.minimum),
@@ -336,7 +364,8 @@ class Pointer:
         return Pointer(self.memory, self.places + places)
 
     def __iter__(self) -> Iterator[Any]:
-        flat = self.memory.as_strided((self.memory.untyped_storage().nbytes() // 2,), (1,))
+        size = self.memory.untyped_storage().nbytes() // self.memory.element_size()
+        flat = self.memory.as_strided((size,), (1,), 0)
         return iter((flat, self.places))
 
 
@@ -350,19 +379,19 @@ def emulated(seed: int) -> Iterator[None]:
             self.given = arguments
 
         def __call__(self, *tensors: Any) -> None:
-            if self._kernel is not hopper_backward_kernel.backward_kernel:
+            if self._kernel not in KERNELS:
                 super().__call__(*tensors)
                 return
             operands = [
-                Pointer(each) if isinstance(each, torch.Tensor) else Descriptor(each)
+                Pointer(each) if isinstance(each, torch.Tensor) else each and Descriptor(each)
                 for each in tensors
             ]
             programs = list(range(self._grid[0]))
             random.Random(seed).shuffle(programs)
             for program in programs:
-                run_program(program, operands, self._rest)
+                run_program(self._kernel.fn, program, operands, self._rest)
 
-    def run_program(program: int, operands: list[Any], rest: tuple[Any, ...]) -> None:
+    def run_program(kernel: Any, program: int, operands: list[Any], rest: Any) -> None:
         machine = Machine(seed * 1000 + program)
         of_kernel = {
             "gl": language(machine, program),
@@ -374,6 +403,7 @@ def emulated(seed: int) -> Iterator[None]:
             "warpgroup_mma": machine.mma,
             "warpgroup_mma_wait": machine.mma_wait,
             "fence_async_shared": lambda: None,
+            "approximately": lambda instruction, numbers: torch.tanh(numbers),
             "meet": machine.pause,
             "named_barrier": machine.meet_at,
             "_reduce_add": machine.reduce_add,
@@ -382,7 +412,7 @@ def emulated(seed: int) -> Iterator[None]:
             ),
         }
         with contextmanager(patched)(of_kernel):
-            hopper_backward_kernel.backward_kernel(*operands, *rest)
+            kernel(*operands, *rest)
 
     with (
         mock.patch.object(hopper_backward, "Launch", Emulated),

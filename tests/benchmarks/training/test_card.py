@@ -56,16 +56,3 @@ def test_contact_sheet_places_pictures_in_order(tmp_path: Path) -> None:
         "beside": (0, 0, 255),
         "below": (0, 255, 0),
     }
-
-
-def test_long_caption_continues_on_the_next_line(tmp_path: Path) -> None:
-    picture = torch.zeros(3, 16, 60)
-    heights = []
-    for caption in ("short", "so many short words that they need lines"):
-        figures.contact_sheet(tmp_path / "sheet.png", [[picture]], [caption])
-        sheet = Image.open(tmp_path / "sheet.png").convert("L")
-        heights.append(sheet.size[1])
-        below = torch.tensor(list(sheet.getdata())).view(sheet.size[::-1])[17:]
-        assert (below[:, :60] < 128).any()
-        assert not (below[:, 63:] < 128).any()
-    assert heights[1] >= heights[0] + 14

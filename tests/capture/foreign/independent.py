@@ -25,7 +25,9 @@ Note = dict[str, Any]
 notes: list[Note] = []
 
 
-def noting(function: Callable[..., Any], road: str, names: tuple[str, ...]) -> Callable[..., Any]:
+def noting(
+    function: Callable[..., Any], entry_point: str, names: tuple[str, ...]
+) -> Callable[..., Any]:
     """Wrap `function` to record its arguments, named by `names`, and its output."""
 
     @functools.wraps(function)
@@ -33,7 +35,7 @@ def noting(function: Callable[..., Any], road: str, names: tuple[str, ...]) -> C
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = [given[name] for name in ("query", "key", "value")]
         noted = {
-            "road": road,
+            "entry_point": entry_point,
             "sizes": [list(tensor.shape) for tensor in tensors],
             "strides": [list(tensor.stride()) for tensor in tensors],
             "tensors": [tensor.detach().clone() for tensor in tensors],

@@ -19,7 +19,7 @@ class Foreign(NamedTuple):
     """Function that returns the model to record and a function that runs it, both deterministic."""
     calls: Calls
     """Expected calls, derived by hand from the configuration."""
-    roads: frozenset[str] = frozenset({"sdpa"})
+    entry_points: frozenset[str] = frozenset({"sdpa"})
     unseen: dict[str, int] = {}  # noqa: RUF012
     """Expected number of attention computations outside all entry points, by class of module."""
 

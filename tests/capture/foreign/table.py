@@ -11,25 +11,29 @@ MODELS: dict[str, Foreign] = {
 def markdown() -> str:
     """Return a table of all models by entry point, with the number of calls in their runs."""
     lines = ["| attention of the model | calls | models |", "|---|---:|---|"]
-    known = {roads(model): list[Foreign]() for model in MODELS.values()}
+    known = {entry_points(model): list[Foreign]() for model in MODELS.values()}
     for model in MODELS.values():
-        known[roads(model)].append(model)
+        known[entry_points(model)].append(model)
     for taken, models in known.items():
         calls = sum(model.calls.total() for model in models)
         lines.append(f"| {taken} | {calls} | {', '.join(model.name for model in models)} |")
     return "\n".join(lines) + "\n"
 
 
-ROADS = {
+ENTRY_POINTS = {
     "sdpa": "SDPA",
     "transformers": "transformers' registry (`eager`)",
     "diffusers": "diffusers' dispatcher",
 }
 
 
-def roads(model: Foreign) -> str:
+def entry_points(model: Foreign) -> str:
     """Return the names of the entry points that a model calls."""
-    taken = [name for road, name in ROADS.items() if road in model.roads and model.calls]
+    taken = [
+        name
+        for entry_point, name in ENTRY_POINTS.items()
+        if entry_point in model.entry_points and model.calls
+    ]
     unseen = [f"the model's own code ({'counted' if model.calls else 'counted, nothing recorded'})"]
     return ", ".join(taken + (unseen if model.unseen else [])) or "none"
 

@@ -99,7 +99,9 @@ def test_recording_changes_no_bit(name: str, recorded: Callable[[str], Recorded]
 def test_calls_have_phase_step_entry_point(name: str, recorded: Callable[[str], Recorded]) -> None:
     calls = recorded(name).calls
     assert Counter((call.origin.phase, call.origin.step) for call in calls) == MODELS[name].calls
-    assert {call.origin.entry_point for call in calls} == (MODELS[name].roads if calls else set())
+    assert {call.origin.entry_point for call in calls} == (
+        MODELS[name].entry_points if calls else set()
+    )
     assert all(call.origin.module for call in calls)
 
 
@@ -122,11 +124,11 @@ def test_census_equals_another_processs_count(
     recording, calls, _ = recorded(name)
     found = observed(name)
     census = recording.census.to_json()
-    roads = Counter[str]()
+    entry_points = Counter[str]()
     for row in census["rows"]:
-        roads[census["signatures"][row["signature"]]["road"]] += row["calls"]
-    assert roads["sdpa"] == found["operator"]
-    assert roads.total() == len(found["notes"]) == len(calls) == recording.seen
+        entry_points[census["signatures"][row["signature"]]["road"]] += row["calls"]
+    assert entry_points["sdpa"] == found["operator"]
+    assert entry_points.total() == len(found["notes"]) == len(calls) == recording.seen
 
 
 @every_model

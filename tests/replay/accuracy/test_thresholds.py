@@ -61,6 +61,7 @@ def test_invalid_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ThresholdsError, match=r"cannot read .*none\.toml: No such file or directory; name a TOML"
+        ThresholdsError,
+        match=r"cannot read .*none\.toml \(No such file or directory\): name a TOML",
     ):
         Thresholds.read(tmp_path / "none.toml")

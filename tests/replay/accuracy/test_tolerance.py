@@ -10,6 +10,7 @@ from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention_and_spread, same_dtype
 from replay.accuracy.thresholds import ExactThresholds
 from replay.accuracy.tolerance import ROWS_OF_A_HEAD, SHARED_NOISE, Tolerance, tolerance
+from replay.accuracy.verdict import Expected, judge
 from tests import factories
 from tests.factories import one_head
 
@@ -116,8 +117,23 @@ def test_float32_has_the_noise_of_its_sums() -> None:
     terms = 10 + call.softmax_scale * longest[0] * longest[1]
     length = torch.hypot(reference.norm(dim=-1), spread)
     torch.testing.assert_close(found.rows.noise, 2**-24 * length * terms)
-    rounding = (reference.float() - reference).abs().max() + 2**-24 * call.value.abs().max() * terms
-    assert found.rounding == pytest.approx(float(rounding))
+    assert found.rounding == float((reference.float() - reference).abs().max())
+    assert found.sums == pytest.approx(float(2**-24 * call.value.abs().max() * terms))
+
+
+def test_float32_keys_may_be_added_up_one_after_another() -> None:
+    """Equal terms have equal rounding errors: the sum's error is several standard deviations."""
+    keys = 2464
+    value = torch.full((1, 1, keys, 16), 23.0)
+    call = AttentionCall(torch.zeros(1, 1, 4, 16), torch.zeros_like(value), value)
+    expected = Expected.of(call)
+    output = torch.zeros_like(call.query)
+    for _ in range(keys):
+        output += torch.tensor(1 / keys) * 23.0
+    found = expected.tolerance
+    deviations = (output - expected.reference).abs().max() / found.sums
+    assert 4 < deviations < 5
+    assert judge(output, expected, "exact").passed
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([True, True, False, True])])

@@ -15,6 +15,7 @@ from replay.api.foretell_model import pictures
 from replay.api.tuning_planner import _foretold
 from replay.api.verify_model import _foretell
 from replay.end_to_end.model_check import ModelResult
+from replay.plan.cells import Cell
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.step_ranges import StepRange
 from replay.sketches.sketch import ErrorSketch, Place
@@ -89,13 +90,9 @@ def test_energies_of_a_tuning_add_up_to_the_foretold_error() -> None:
     sketch = sketch_of("toy")
 
     def cell(steps: StepRange | None, module: str = "a") -> Any:
-        return SimpleNamespace(
-            module=module,
-            phase="denoise",
-            baseline="own",
-            steps=steps,
-            lengths=KeyLengths(64, 64),
-        )
+        lengths = KeyLengths(64, 64)
+        own: Any = None  # rows and calls do not matter
+        return Cell("toy", "", module, "denoise", "own", [], own, [], {}, lengths, steps)
 
     # The whole has (1² + 0.3)/2; the last two steps have 25/30 of the squares.
     assert _foretold(sketch, cell(None), "fast") == pytest.approx(0.65)

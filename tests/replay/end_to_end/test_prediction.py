@@ -149,7 +149,7 @@ def test_plan_keeps_the_baseline_where_it_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("road", "kernel", "expected"),
+    ("entry_point", "kernel", "expected"),
     [
         ("sdpa", NEW, 0.85),
         ("sdpa", OLD, 1.0),  # plain SDPA runs the pinned backend
@@ -158,9 +158,9 @@ def test_plan_keeps_the_baseline_where_it_says_so() -> None:
     ],
 )
 def test_model_that_chose_its_kernel_gains_over_that_kernel(
-    road: str, kernel: KernelId, expected: float
+    entry_point: str, kernel: KernelId, expected: float
 ) -> None:
-    call = facts("a", "layers.0", pinned="math", road=road)
+    call = facts("a", "layers.0", pinned="math", entry_point=entry_point)
     rows = [row("old", call, 10.0), row("new", call, 5.0), row("math", call, 20.0)]
     counted = census(("layers.0", "denoise", 64, 10))
     run = predicted(counted, rows, kernel_at=everywhere(kernel)).run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -359,6 +359,16 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         parts = map(heads_second, (q, k, v))
         return textbook(*parts, how.sm_scale, causal, mask, **beyond)[0].transpose(0, 1)
 
+    def in_pages(given: Any, queries: Sequence[Tensor], causal: bool) -> Tensor:
+        """Attend with each sequence's queries to its pages, which were planned before."""
+        how, outputs = given.self.planned, []
+        pages_of_each = how.indices.split(how.indptr.diff().tolist())
+        for query, pages, last in zip(queries, pages_of_each, how.last_page_len, strict=True):
+            length = (len(pages) - 1) * how.page_size + int(last)
+            key, value = (cache[pages].flatten(0, 1)[:length] for cache in given.paged_kv_cache)
+            outputs.append(sequence(query, key, value, how, causal, None))
+        return torch.cat(outputs)
+
     class BatchPrefillWithRaggedKVCacheWrapper:
         @parameters("self, float_workspace_buffer, kv_layout='NHD', *, backend='auto'")
         def __init__(given: Any) -> None:
@@ -423,13 +433,7 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         @parameters("self, q, paged_kv_cache")
         def run(given: Any) -> Tensor:
             log.append("run")
-            how, outputs = given.self.planned, []
-            pages_of_each = how.indices.split(how.indptr.diff().tolist())
-            for query, pages, last in zip(given.q, pages_of_each, how.last_page_len, strict=True):
-                length = (len(pages) - 1) * how.page_size + int(last)
-                key, value = (cache[pages].flatten(0, 1)[:length] for cache in given.paged_kv_cache)
-                outputs.append(sequence(query[None], key, value, how, False, None))
-            return torch.cat(outputs)
+            return in_pages(given, given.q.split(1), causal=False)
 
     class BatchPrefillWithPagedKVCacheWrapper:
         def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -447,14 +451,8 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         @parameters("self, q, paged_kv_cache")
         def run(given: Any) -> Tensor:
-            how, outputs = given.self.planned, []
-            queries = given.q.split(how.qo_indptr.diff().tolist())
-            pages_of_each = how.indices.split(how.indptr.diff().tolist())
-            for query, pages, last in zip(queries, pages_of_each, how.last_page_len, strict=True):
-                length = (len(pages) - 1) * how.page_size + int(last)
-                key, value = (cache[pages].flatten(0, 1)[:length] for cache in given.paged_kv_cache)
-                outputs.append(sequence(query, key, value, how, how.causal, None))
-            return torch.cat(outputs)
+            how = given.self.planned
+            return in_pages(given, given.q.split(how.qo_indptr.diff().tolist()), how.causal)
 
     class BatchMLAPagedAttentionWrapper:
         def __init__(self, float_workspace_buffer: Tensor) -> None:

@@ -38,7 +38,7 @@ def test_every_call_is_answered_or_falls_back(name: str) -> None:
             answered = ANSWERED.get((kernel, name), 0 if reason else calls)
             assert swap.fallbacks == ({reason: calls - answered} if reason else {}), kernel
             assert swap.hits == answered
-            assert swap.entry_points.keys() == (model.roads if calls else set())
+            assert swap.entry_points.keys() == (model.entry_points if calls else set())
             for own, other in zip(before, swapped, strict=True):
                 assert other.shape == own.shape
                 assert (other.double() - own.double()).abs().max() <= allowed(own, name), kernel

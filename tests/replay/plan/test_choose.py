@@ -87,7 +87,7 @@ def test_baseline_of_a_layer_is_the_kernel_that_the_model_ran() -> None:
     calls = [
         facts("a", "layers.0", pinned="math"),
         facts("b", "layers.1"),
-        facts("c", "layers.2", pinned="fa2", road="flash_attn"),
+        facts("c", "layers.2", pinned="fa2", entry_point="flash_attn"),
     ]
     times = {"old": 5.0, "new": 5.1, "math": 20.0, "fa2": 8.0}
     rows = [row(kernel, call, ms) for call in calls for kernel, ms in times.items()]

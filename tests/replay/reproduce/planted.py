@@ -7,7 +7,7 @@ from factors import WRONG_FACTOR
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from replay import register_kernel
+from attention_replay import register_kernel
 
 
 @register_kernel("planted-head", default=False)

@@ -60,6 +60,12 @@ def test_invalid_value_is_refused_and_others_are_compared() -> None:
                     to_markdown([compare([before], [after])])
 
 
+def test_entry_point_is_read_by_its_former_name() -> None:
+    data = row_to_json(full_row())
+    data["call"]["road"] = data["call"].pop("entry_point")
+    assert row_from_json(data) == full_row()
+
+
 @pytest.mark.parametrize("samples", [[], [1.0, 0.0], [1.0, -1.0]])
 def test_time_without_samples_is_refused(tmp_path: Path, samples: list[float]) -> None:
     data = row_to_json(full_row())

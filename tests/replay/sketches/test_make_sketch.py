@@ -13,6 +13,8 @@ from replay.kernels.registry import Kernel
 from replay.sketches.final_output import DecodedLatents, FinalOutput, error_between, final_output
 from replay.sketches.gradients_on import GradientError, gradients_on
 from replay.sketches.make_sketch import make_sketch
+from replay.sketches.sketch import Place
+from replay.sketches.traced_run import TracedRun, traced
 from tests.factories import normal
 
 
@@ -136,3 +138,75 @@ def test_decoded_latents_stand_for_pictures() -> None:
         pictures = vae.decode(latents)
     assert final_output(pictures, decoded.latest).tensor is latents
     assert "decode" not in vars(vae)
+
+
+class Denoiser(nn.Module):
+    """Model that runs twice in a run, as denoisers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Sum()
+        self.passes = 0
+
+    def forward(self, hidden_states: Tensor, timestep: int) -> Tensor:
+        self.passes += 1
+        return torch.tanh(self.layers(hidden_states))  # type: ignore[no-any-return]
+
+
+def denoised(model: nn.Module) -> Callable[[], Tensor]:
+    values = normal(1, 2, 8, 4)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model(model(values, timestep=0), timestep=1)  # type: ignore[no-any-return]
+
+    return run
+
+
+def test_recomputed_denoiser_has_the_same_scores() -> None:
+    model = Denoiser()
+    run = denoised(model)
+    found = []
+    for recompute in (False, True):
+        with traced({"": model}, run, KERNELS, recompute=recompute) as one:
+            found.append([one.scores(torch.ones(1, 2, 8, 4), keep=True) for _ in range(2)])
+    kept, again = found
+    assert list(kept[0]) == list(again[0])
+    for place in kept[0]:
+        assert torch.equal(kept[0][place], kept[1][place])
+        assert torch.equal(kept[0][place], again[0][place])
+        assert torch.equal(kept[0][place], again[1][place])
+    assert model.passes == 2 + 2 + 2 * 2  # both passes, and again for each direction
+    assert "forward" not in vars(model)
+
+
+def test_passes_that_do_not_fit_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Denoiser()
+    run = denoised(model)
+    expected = make_sketch({"": model}, [run] * 2, KERNELS, model="toy", directions=2)
+    scores = TracedRun.scores
+
+    def fails_once(self: TracedRun, u: Tensor, *, keep: bool) -> dict[Place, Tensor]:
+        monkeypatch.setattr(TracedRun, "scores", scores)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(TracedRun, "scores", fails_once)
+    model.passes = 0
+    found = make_sketch({"": model}, [run] * 2, KERNELS, model="toy", directions=2)
+    assert found.places == expected.places
+    assert model.passes == 2 + 2 * (2 + 2 * 2)
+
+
+def test_scores_by_head_add_up_to_those_of_the_kernel() -> None:
+    model = Denoiser()
+    run = denoised(model)
+
+    def by_head(kernel: str, heads: int) -> list[str]:
+        return [f"{kernel} at {head}" for head in range(heads)]
+
+    whole = make_sketch({"": model}, [run], KERNELS[:2], model="toy", directions=2)
+    heads = make_sketch({"": model}, [run], KERNELS[:2], model="toy", directions=2, by_head=by_head)
+    assert heads.kernels == ["small at 0", "small at 1", "large at 0", "large at 1"]
+    for wholes, parts in ((whole.scores, heads.scores), (whole.local, heads.local)):
+        sums = torch.stack([parts[..., :2].sum(-1), parts[..., 2:].sum(-1)], -1)
+        assert torch.allclose(wholes, sums, rtol=1e-5)

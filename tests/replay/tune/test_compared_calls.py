@@ -1,6 +1,8 @@
 """Calls that a tuning compares, which stand for the recorded calls that it has no time for."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import attention_replay as ar
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import Dataset
 from replay.rows.row import CallFacts
-from replay.tune.compared_calls import rounds_of_a_call, with_nearest
+from replay.tune.compared_calls import of_one_step, rounds_of_a_call, with_nearest
 from tests.factories import row
 
 
@@ -58,3 +60,13 @@ def test_calls_of_a_form_share_their_rounds(
     assert rounds_of_a_call(entries, rounds) == expected
     assert rounds_of_a_call(entries[:4], rounds) == min(rounds, 8)
     assert rounds_of_a_call(entries[:4] * 10, rounds) == min(rounds, 6)
+
+
+def test_one_step_stands_for_others_beside_calls_without_steps() -> None:
+    places = [("denoise", 2), ("denoise", 5), ("denoise", 8), ("denoise", 9), ("encode", 0)]
+    entries: list[Any] = [
+        SimpleNamespace(origin=SimpleNamespace(phase=phase, step=step)) for phase, step in places
+    ]
+    assert of_one_step(entries) == [entries[1], entries[4]]
+    assert of_one_step(entries[:3]) == [entries[1]]
+    assert of_one_step(entries[4:]) == entries[4:]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.replay.kernels.stand_ins import heads_second, textbook
+
 SLOTS = 16
 """Tokens in a block of the cache."""
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -97,7 +99,7 @@ class SecondBackend(FirstBackend):
 
 
 class Impl(AttentionImpl):
-    """Attention over the cache, one request after another, in float64."""
+    """Attention over the cache, one request after another."""
 
     def __init__(self, scale: float, sinks: Tensor | None = None, soft_cap: float = 0.0) -> None:
         self.scale, self.sinks, self.logits_soft_cap = scale, sinks, soft_cap
@@ -134,31 +136,22 @@ class Impl(AttentionImpl):
     ) -> Tensor:
         query = query.double() * layer._q_scale
         for request in range(common.num_reqs):
-            first, end = common.query_start_loc[request : request + 2].tolist()
+            rows = slice(*common.query_start_loc[request : request + 2].tolist())
             length = int(common.seq_lens[request])
             keys, values = (
                 pool[common.block_table_tensor[request].long()].flatten(0, 1)[:length].double()
                 * scale[..., None]
                 for pool, scale in zip(parts, scales, strict=True)
             )
-            group = query.shape[1] // keys.shape[1]
-            scores = torch.einsum(
-                "qhd,khd->hqk", query[first:end], keys.repeat_interleave(group, 1)
+            found = textbook(
+                *map(heads_second, (query[rows], keys, values)),
+                self.scale,
+                causal=True,
+                window=(None if layer.sliding_window is None else layer.sliding_window - 1, None),
+                softcap=self.logits_soft_cap,
+                sink=self.sinks,
             )
-            scores *= self.scale
-            if self.logits_soft_cap:
-                scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
-            distance = torch.arange(length - end + first, length)[:, None] - torch.arange(length)
-            visible = distance >= 0
-            if layer.sliding_window is not None:
-                visible &= distance < layer.sliding_window
-            scores.masked_fill_(~visible, -torch.inf)
-            if self.sinks is not None:
-                sinks = self.sinks.double()[:, None, None].expand(-1, end - first, 1)
-                scores = torch.cat((scores, sinks), -1)
-            weights = scores.softmax(-1)[..., :length]
-            found = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
-            output[first:end] = found
+            output[rows] = found[0].transpose(0, 1)
         return output
 
 
