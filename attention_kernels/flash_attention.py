@@ -141,9 +141,9 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Return attention within each sequence of a packed batch, (Tq, Hq, Dv).
 
-    Pages are read in place, for any mixture of long and short sequences (`paged_batch`). Only a
-    long prefill of a single sequence on a Hopper GPU first copies its pages to contiguous memory:
-    `max_seqlen_k` keys and values are read and written once, and that much memory is used.
+    Pages are read in place, for any mixture of long and short sequences (`paged_batch`), with two
+    exceptions on a Hopper GPU: equally long prefills first copy their pages to contiguous memory,
+    at most 2 GiB, and long prefills over FP8 pages convert them to bfloat16, at most 512 MiB.
 
     Args:
         q: (Tq, Hq, D), the queries of all sequences, without padding.
@@ -250,9 +250,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append new keys and values to a cache, and return attention to it, (B, Sq, Hq, Dv).
 
-    The cache is read in place, with two exceptions. A long prefill of a single sequence over pages,
-    or over a row that `cache_batch_idx` chooses, copies them to contiguous memory on a Hopper GPU.
-    Packed queries copy a contiguous cache whose sequences are not adjacent in memory.
+    The cache is read in place, except where `flash_attn_varlen_func` copies or converts pages; a
+    row that `cache_batch_idx` chooses is a page. Packed queries copy a contiguous cache whose
+    sequences are not adjacent in memory.
 
     Args:
         q: (B, Sq, Hq, D), or packed, (Tq, Hq, D), with `cu_seqlens_q`.

@@ -217,7 +217,7 @@ def _is_gathered(
     is_even: bool,
 ) -> bool:
     """Return whether copying the pages of a prefill into one piece pays off, because the Hopper
-    kernel, which reads no pages, then computes it.
+    kernel reads it faster than pages.
 
     Only shapes tell, as the GPU knows the lengths. In a batch with many decodes, the average number
     of queries is small. Of an uneven batch, the copy would be as large as if all sequences had the

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_replay import register_kernel
 from capture.call.attention_call import AttentionCall
-from replay import register_kernel
 from replay.accuracy.quantised import to_fp8, to_int8
 
 BLOCK = 64

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_replay import register_kernel
 from capture.call.attention_call import AttentionCall
-from replay import register_kernel
 
 BLOCK = 64
 """Number of tokens in a block, for at least 8 blocks of keys."""

@@ -80,17 +80,9 @@ def convert_pages(
         torch.empty_like(lengths),
     )
     given = (key_pages, value_pages, key_scale, value_scale, block_table)
-    least_rows = -(-LEAST_ROWS * kv_heads // query_THD.shape[1])
-    shape = (
-        *map(layout, (*given, lengths, q_offsets)),
-        pages,
-        query_THD.dtype,
-        least_rows,
-        decoded,
-    )
-    launch = _launches.get(shape) or _launches.keep(
-        shape, _plan(*given, converted, max(decoded + 1, least_rows))
-    )
+    least_queries = max(decoded + 1, triton.cdiv(LEAST_ROWS * kv_heads, query_THD.shape[1]))
+    shape = (*map(layout, (*given, lengths, q_offsets)), pages, query_THD.dtype, least_queries)
+    launch = _launches.get(shape) or _launches.keep(shape, _plan(*given, converted, least_queries))
     launch(*given, lengths, q_offsets, *converted)
     return converted
 

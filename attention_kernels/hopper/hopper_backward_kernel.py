@@ -21,18 +21,12 @@ A packed call has a whole number of blocks and tiles of each sequence (`key_rang
 Rows after the end of a sequence belong to another one or to none, and may be NaN. They are cleared
 in shared memory, and the log-sum-exp of such queries is infinite, so that their weights are zero.
 
-Barriers. Block number `count`, counted from the program's start, is in buffer `count % STAGES`, in
-phase `count // STAGES` (`pipeline.py`):
+Barriers. Those of `backward_tiles.Barriers`, and the named barriers from EXCHANGE on:
 
-- `key_value`: one phase, which ends when keys and values are loaded.
-- `query`, `grad_output`: a phase ends when TMA has written the buffer, once per block.
-- `empty`: a phase ends when both consumers have arrived, after their last read of a block's query
-  and dO. Before it fills a buffer, the loading warp waits for the phase before.
-- The named barriers from EXCHANGE on. If D is 64, 256 threads meet at the first one when both
-  consumers have stored dS. If D is 128, each consumer has two in turn: it arrives when it has
-  stored dS of a block and finished dQ of the block before, and the other one waits for it before dQ
-  of the block. A consumer that stores dS has thus waited until the other one has read the dS that
-  was in the buffer.
+- If D is 64, 256 threads meet at the first one when both consumers have stored dS.
+- If D is 128, each consumer has two in turn: it arrives when it has stored dS of a block and
+  finished dQ of the block before, and the other one waits for it before dQ of the block. A consumer
+  that stores dS has thus waited until the other one has read the dS that was in the buffer.
 """
 
 from __future__ import annotations
@@ -50,21 +44,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attention_kernels.hopper.key_ranges import (
-    CallBounds,
-    ElementBounds,
-    element_bounds_of,
-    sequence_at,
+from attention_kernels.hopper.backward_tiles import (
+    STAGES,
+    Barriers,
+    Call,
+    hide_unseen,
+    load_tile,
+    store_gradients,
+    tile_of,
 )
+from attention_kernels.hopper.key_ranges import CallBounds
 from attention_kernels.hopper.pipeline import (
     FIRST_NUMBER,
     LOADER_REGISTERS,
     WARP_GROUP,
     clear,
     make_barriers,
-    meet,
     named_barrier,
-    tma_load,
 )
 from attention_kernels.hopper.query_gradients import CHUNK_ROWS, COLUMNS, SIDE, add_chunk
 from attention_kernels.hopper.scores import ROWS, add_scores, matrix, start_scores
@@ -72,12 +68,8 @@ from attention_kernels.hopper.special_functions import TANH, approximately
 
 KEYS = gl.constexpr(128)
 """Number of keys of a program: ROWS of each of two consumers."""
-STAGES = gl.constexpr(2)
-"""Number of buffers for blocks of queries, and for blocks of dO."""
 EXCHANGE = gl.constexpr(FIRST_NUMBER.value)
 """Number of the first named barrier for the exchange of dS."""
-NEVER = gl.constexpr(2**30)
-"""A query after all others."""
 
 
 class Buffers(NamedTuple):
@@ -97,60 +89,6 @@ class Buffers(NamedTuple):
     """(2, KEYS, M), dSᵀ."""
     sums: Any
     """(2, CHUNK_ROWS, COLUMNS), each consumer's part of dQ."""
-
-
-class Barriers(NamedTuple):
-    """Barriers in shared memory, described at the top."""
-
-    key_value: Any
-    query: Any
-    grad_output: Any
-    empty: Any
-
-
-class Tile(NamedTuple):
-    """A program's tile of keys, and the blocks of queries that see some of them.
-
-    In a packed call, keys are numbered as in memory, and blocks of queries as those of the
-    log-sum-exp. The numbers of the first key and query then need no registers of their own.
-    """
-
-    batch: Any
-    """Batch index in memory, 0 in a packed call."""
-    kv_head: Any
-    element: Any
-    """`ElementBounds` of the batch element or sequence."""
-    first_key: Any
-    begin: Any
-    """First block that sees a key of the tile."""
-    whole: Any
-    """First block from `begin` on all of whose queries see the whole tile."""
-    whole_end: Any
-    """End of such blocks."""
-    end: Any
-    cut: Any
-    """1 if the end of a packed sequence cuts block `end`, and that block sees the tile, else 0. It
-    comes before block `whole`."""
-
-
-class Call(NamedTuple):
-    """Numbers that all programs of a call share."""
-
-    scale: Any
-    """Scale of the scores in base 2. With a cap, the scale of tanh's argument."""
-    cap: Any
-    """Soft cap in base 2, or None."""
-    grad_scale: Any
-    """Scale of the scores."""
-    bounds: Any
-    """`CallBounds`"""
-    sequences: Any
-    """Number of sequences of a packed call."""
-    blocks: Any
-    """Number of blocks of queries of a head, of all sequences."""
-    kv_heads: Any
-    group: Any
-    """Number of query heads that share a key head."""
 
 
 @gluon.jit(
@@ -231,7 +169,7 @@ def backward_kernel(
         q_len, k_len, diagonal, left, right, None, q_offsets, k_starts, k_lengths
     )  # fmt: skip
     call = Call(scale, cap, grad_scale, bounds, sequences, blocks, kv_heads, group)
-    tile = _tile_of(gl.program_id(0), call, tiles, head_group, M, KEYS)
+    tile = tile_of(gl.program_id(0), call, tiles, head_group, M, KEYS)
     load = (q_desc, k_desc, v_desc, grad_output_desc, logarithms_desc, deltas_desc)
     of_keys = (grad_key, stride_kb, stride_kh, stride_kn)
     of_values = (grad_value, stride_vb, stride_vh, stride_vn)
@@ -241,103 +179,11 @@ def backward_kernel(
         [
             (_compute, (compute, 0, MASKED, HEAD_DIM, V_HEAD_DIM)),
             (_compute, (compute, 1, MASKED, HEAD_DIM, V_HEAD_DIM)),
-            (_load, (load, buffers, barriers, tile, call)),
+            (load_tile, (load, buffers, barriers, tile, call)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
     )
-
-
-@gluon.jit
-def _tile_of(program, call, tiles, head_group, M: gl.constexpr, N: gl.constexpr):
-    """Return a program's tile."""
-    bounds = call.bounds
-    in_group = head_group * tiles
-    place = program % in_group
-    which = program // in_group * head_group + place % head_group
-    number = place // head_group
-    batch = which // call.kv_heads
-    if bounds.q_offsets is None:
-        element = element_bounds_of(batch, bounds)
-        first = number * N
-        end = call.blocks
-    else:
-        sequence = sequence_at(number, bounds.k_starts, call.sequences, N)
-        element = element_bounds_of(sequence, bounds)
-        first = (number - element.k_start // N - sequence) * N
-        first = gl.where(first < 0, NEVER, first)  # before the first sequence
-        end = gl.where(first < element.kv_len, (element.q_len + M - 1) // M, 0)
-    last = gl.minimum(first + N, element.kv_len) - 1
-    cut = 0
-    if bounds.left is not None:
-        seen = gl.maximum(last - element.lowest + 1, 0)
-        end = gl.minimum(end, (seen + M - 1) // M)
-    if bounds.q_offsets is not None:
-        cut = gl.where(end > element.q_len // M, 1, 0)
-        end = end - cut
-    begin = 0
-    whole = 0
-    if bounds.right is not None:
-        begin = gl.maximum(first - element.highest, 0) // M
-        if bounds.q_offsets is not None:
-            cut = gl.where(begin > end, 0, cut)
-        whole = (gl.maximum(last - element.highest, 0) + M - 1) // M
-    begin = gl.minimum(begin, end)
-    whole = gl.minimum(gl.maximum(whole, begin), end)
-    whole = gl.where(first + N > element.kv_len, end, whole)
-    whole_end = end
-    if bounds.left is not None:
-        whole_end = gl.maximum(first - element.lowest + 1, 0) // M
-        whole_end = gl.minimum(gl.maximum(whole_end, whole), end)
-    kv_head = which % call.kv_heads
-    if bounds.q_offsets is not None:
-        block = element.q_start // M + sequence
-        first += element.k_start
-        begin += block
-        whole += block
-        whole_end += block
-        end += block
-        moved = element.k_start - block * M
-        element = ElementBounds(
-            element.q_start - block * M, element.q_len + block * M, 0,
-            element.kv_len + element.k_start, element.lowest + moved, element.highest + moved,
-        )  # fmt: skip
-    return Tile(batch, kv_head, element, first, begin, whole, whole_end, end, cut)
-
-
-@gluon.jit
-def _load(descriptors, buffers, barriers, tile, call):
-    """Run the loading warp: load keys and values, then each block as soon as a buffer is free."""
-    q_desc, k_desc, v_desc, grad_output_desc, logarithms_desc, deltas_desc = descriptors
-    M: gl.constexpr = q_desc.block_type.shape[2]
-    full = barriers.key_value.index(0)
-    mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    place = [tile.batch, tile.kv_head, tile.first_key, 0]
-    tma_load(k_desc, place, full, buffers.key)
-    tma_load(v_desc, place, full, buffers.value)
-    count = 0
-    for member in range(call.group):
-        head = tile.kv_head * call.group + member
-        row = (tile.batch * call.kv_heads * call.group + head) * call.blocks * M
-        for turn in range(tile.begin, tile.end + tile.cut):
-            block = turn
-            if call.bounds.q_offsets is not None:
-                block = gl.where(turn < tile.whole + tile.cut, tile.end, turn - tile.cut)
-                block = gl.where(turn < tile.whole, turn, block)
-            stage, phase = count % STAGES, count // STAGES & 1
-            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
-            place = [tile.batch, head, tile.element.q_start + block * M, 0]
-            full = barriers.query.index(stage)
-            mbarrier.expect(full, q_desc.block_type.nbytes + logarithms_desc.block_type.nbytes)
-            tma_load(q_desc, place, full, buffers.query.index(stage))
-            tma_load(logarithms_desc, [row + block * M], full, buffers.logarithms.index(stage))
-            full = barriers.grad_output.index(stage)
-            mbarrier.expect(
-                full, grad_output_desc.block_type.nbytes + deltas_desc.block_type.nbytes
-            )
-            tma_load(grad_output_desc, place, full, buffers.grad_output.index(stage))
-            tma_load(deltas_desc, [row + block * M], full, buffers.deltas.index(stage))
-            count += 1
 
 
 @gluon.jit
@@ -396,8 +242,8 @@ def _compute(
         if count > 0:
             add_chunk(dq, sums_desc, chunk, buffers.sums.index(WHO))
     # No warp reads the consumer's values after the consumers have met in the last block.
-    _store(dv, own_values, of_values, tile, WHO, V_HEAD_DIM)
-    _store(dk * call.grad_scale, own_values, of_keys, tile, WHO, HEAD_DIM)
+    store_gradients(dv, own_values, of_values, tile, WHO, V_HEAD_DIM)
+    store_gradients(dk * call.grad_scale, own_values, of_keys, tile, WHO, HEAD_DIM)
     tma.store_wait(0)  # the memory belongs to another program after the end
 
 
@@ -466,7 +312,7 @@ def _step(
         factor = 1.0 - scores * scores  # before scores are hidden: ∞² · 0 would be NaN
         scale = call.cap
     if IS_MASKED:
-        scores = _hide(scores, block * M, tile, call, WHO)
+        scores = hide_unseen(scores, block * M, tile, call, WHO)
     weights = gl.exp2(scores * scale - logarithms[None, :])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     packed = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
@@ -520,44 +366,3 @@ def _start_dq(slopes, key, WHO: gl.constexpr):
     else:
         key = key.slice(WHO * SIDE, SIDE, dim=1)
     return warpgroup_mma(slopes.permute((1, 0)), key, nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _hide(scores, first_query, tile, call, WHO: gl.constexpr):
-    """Set scores (ROWS keys, M queries) of keys that a query does not see to -inf."""
-    LAYOUT: gl.constexpr = scores.type.layout
-    own = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    queries = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    first_key = tile.first_key + WHO * ROWS
-    element = tile.element
-    # The first query that sees a key, counted from the block's first, is compared with a constant.
-    first = own * 0
-    if call.bounds.right is not None:
-        first = own + (first_key - element.highest - first_query)
-    first = gl.where(own < element.kv_len - first_key, first, NEVER)
-    scores = gl.where(first[:, None] <= queries, scores, float("-inf"))
-    if call.bounds.left is not None:
-        last = own + (first_key - element.lowest - first_query)
-        scores = gl.where(queries <= last[:, None], scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
-def _store(gradients, buffer, target, tile, WHO: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Store HEAD_DIM columns of the gradients of a consumer's keys or values, (ROWS, D), 16 bytes
-    at a time: threads exchange their numbers through `buffer` of the same shape."""
-    pointer, stride_batch, stride_head, stride_row = target
-    D: gl.constexpr = buffer.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    meet()
-    buffer.store(gradients.to(buffer.dtype))
-    meet()
-    rows = tile.first_key + WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    pointer += tile.batch.to(gl.int64) * stride_batch + tile.kv_head.to(gl.int64) * stride_head
-    element = tile.element
-    places = (rows.to(gl.int64) * stride_row)[:, None] + columns[None, :]
-    inside = (rows < element.kv_len)[:, None]
-    if HEAD_DIM < D:
-        inside = inside & (columns < HEAD_DIM)[None, :]
-    gl.store(pointer + places, buffer.load(LAYOUT), mask=inside)

@@ -19,8 +19,8 @@ dO leave no shared memory for it, whose bandwidth is the limit before the tensor
 Blocks of head dimension 192 have 256 columns in shared memory, because sizes are powers of two. TMA
 fills the last 64 with zeros. Products read 128 columns and then 64.
 
-Barriers. `Barriers` and its phases are those of `hopper_backward_kernel.py`. At the named barriers
-WEIGHTS and SLOPES, the group that has stored P or dS of a block arrives, and the other one waits:
+Barriers. Those of `backward_tiles.Barriers`, and two named ones. At WEIGHTS and SLOPES, the group
+that has stored P or dS of a block arrives, and the other one waits:
 
 - The group of the values waits for dS of the block before, and then stores P. The other group has
   read the P before it by then, so that P needs only one buffer, and each barrier one number.
@@ -42,14 +42,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attention_kernels.hopper.hopper_backward_kernel import (
+from attention_kernels.hopper.backward_tiles import (
     STAGES,
     Barriers,
     Call,
-    _hide,
-    _load,
-    _store,
-    _tile_of,
+    hide_unseen,
+    load_tile,
+    store_gradients,
+    tile_of,
 )
 from attention_kernels.hopper.key_ranges import CallBounds
 from attention_kernels.hopper.pipeline import (
@@ -168,7 +168,7 @@ def wide_backward_kernel(
     )
     bounds = CallBounds(q_len, k_len, diagonal, left, right)
     call = Call(scale, None, grad_scale, bounds, None, blocks, kv_heads, group)
-    tile = _tile_of(gl.program_id(0), call, tiles, head_group, M, ROWS)
+    tile = tile_of(gl.program_id(0), call, tiles, head_group, M, ROWS)
     descriptors = (q_desc, k_desc, v_desc, grad_output_desc, logarithms_desc, deltas_desc)
     of_keys = (grad_key, stride_kb, stride_kh, stride_kn)
     of_values = (grad_value, stride_vb, stride_vh, stride_vn)
@@ -178,7 +178,7 @@ def wide_backward_kernel(
         [
             (_compute_values, (program, of_values, HEAD_DIM, MASKED)),
             (_compute_keys, (program, of_keys, HEAD_DIM)),
-            (_load, (descriptors, buffers, barriers, tile, call)),
+            (load_tile, (descriptors, buffers, barriers, tile, call)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -248,7 +248,7 @@ def _step_of_values(
     logarithms = buffers.logarithms.index(stage).load(gl.SliceLayout(0, LAYOUT))
     scores = warpgroup_mma_wait(1, deps=[scores])
     if IS_MASKED:
-        scores = _hide(scores, block * M, program.tile, call, 0)
+        scores = hide_unseen(scores, block * M, program.tile, call, 0)
     weights = gl.exp2(scores * call.scale - logarithms[None, :]).to(dtype)
     buffers.weights.store(weights)
     _tell(WEIGHTS)
@@ -421,12 +421,12 @@ def _scaled(gradients, factor):
 def _store_all(gradients, buffer, target, tile):
     """Store gradients (ROWS, D), in one or two pieces, through `buffer`."""
     MAIN: gl.constexpr = gradients[0].shape[1]
-    _store(gradients[0], buffer.slice(0, MAIN, dim=1), target, tile, 0, MAIN)
+    store_gradients(gradients[0], buffer.slice(0, MAIN, dim=1), target, tile, 0, MAIN)
     if len(gradients) == 2:
         pointer, stride_batch, stride_head, stride_row = target
         of_rest = (pointer + MAIN, stride_batch, stride_head, stride_row)
         REST: gl.constexpr = gradients[1].shape[1]
-        _store(gradients[1], buffer.slice(MAIN, REST, dim=1), of_rest, tile, 0, REST)
+        store_gradients(gradients[1], buffer.slice(MAIN, REST, dim=1), of_rest, tile, 0, REST)
 
 
 @gluon.jit

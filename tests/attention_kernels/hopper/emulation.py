@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from attention_kernels.hopper import (
+    backward_tiles,
     hopper_backward,
     hopper_backward_kernel,
     hopper_backward_wide_kernel,
@@ -36,7 +37,7 @@ from attention_kernels.hopper import (
 from attention_kernels.launch.launcher import Launch
 
 MODULES = (
-    *(hopper_backward_kernel, hopper_backward_wide_kernel, key_ranges),
+    *(backward_tiles, hopper_backward_kernel, hopper_backward_wide_kernel, key_ranges),
     *(pipeline, query_gradients, scores),
 )
 KERNELS = (
