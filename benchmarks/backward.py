@@ -2,7 +2,8 @@
 
     python -m benchmarks.backward [--head-dim 256 --head-dim 192/128] [--out FILE]
 
-First compares gradients of small calls with the formula in float64. An error is given in units of
+First compares gradients of small calls of these head dimensions (by default of all, also with masks
+and in float32) with the formula in float64. An error is given in units of
 the error of the formula in the tensors' own type, once for the whole gradient; more than 2 fails.
 Gradients must also have the same bits in three runs, except those of the query in `attention`.
 `portable` is `attention` with `deterministic`, which never runs the Hopper backward.
@@ -22,7 +23,7 @@ import argparse
 import functools
 import importlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,12 @@ def cases(device: torch.device) -> Iterator[tuple[str, torch.dtype, Sizes, dict[
     yield "float32", torch.float32, (1, 4, 2, 300, 300, 128, 128), {"is_causal": True}
 
 
-def check(device: torch.device, kernel: str) -> list[dict[str, Any]]:
-    """Print and return the errors of the gradients of the `cases` by a kernel of ours."""
+def check(device: torch.device, kernel: str, widths: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Print and return the errors of the gradients of the `cases` by a kernel of ours.
+
+    Args:
+        widths: entries of `WIDTHS` whose cases are checked; None for all cases.
+    """
     lines: list[dict[str, Any]] = []
     print(
         f"\n{kernel}\n\n"
@@ -107,6 +112,8 @@ def check(device: torch.device, kernel: str) -> list[dict[str, Any]]:
     )
     for name, dtype, sizes, options in cases(device):
         batch, heads, kv_heads, q_len, k_len, dim, v_dim = sizes
+        if widths is not None and (dim, v_dim) not in [WIDTHS[width] for width in widths]:
+            continue
         shapes = (heads, q_len, dim), (kv_heads, k_len, dim), (kv_heads, k_len, v_dim)
         tensors = [torch.randn(batch, *shape, device=device).to(dtype) for shape in shapes]
         above = torch.randn(batch, heads, q_len, v_dim, device=device).to(dtype)
@@ -303,12 +310,12 @@ def main() -> None:
         "--head-dim",
         choices=WIDTHS,
         action="append",
-        help="head dimension to time, repeatable (default: all)",
+        help="head dimension to check and time, repeatable (default: all)",
     )
     arguments = parser.parse_args()
     device = gpu()
     torch.manual_seed(0)
-    lines = [line for kernel in OURS for line in check(device, kernel)]
+    lines = [line for kernel in OURS for line in check(device, kernel, arguments.head_dim)]
     for width in arguments.head_dim or WIDTHS:
         for is_causal in (False, True) if width != "96" else (True,):
             lines += time_group(width, is_causal, device)

@@ -1,10 +1,12 @@
 """Fine-tunes the trained built-in Llama with each kernel, and draws the loss curves.
 
-    python -m benchmarks.fine_tuning --out report.html [--kernels NAMES] [--steps 50]
+    python -m benchmarks.fine_tuning [--out report.html] [--kernels NAMES] [--rounds 1]
+    python -m benchmarks.fine_tuning --model long_llama --kernels triton-attention,torch-cudnn
 
 Every kernel trains the same weights on the same data, beside the model's own attention. The
-gradients of some calls are recorded first, and judged. `llama` is also an example of a run that
-trains: `capture --model benchmarks/fine_tuning.py:llama --backward --out DIR`.
+gradients of some calls are recorded first, and judged. `long_llama` keeps a GPU busy (40 GB of
+memory): predicted and measured times of its training steps should agree. Both functions are also
+examples of runs that train: `capture --model benchmarks/fine_tuning.py:llama --backward --out DIR`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import models
 from models import pretrained_weights
 
 TOKENS, SEQUENCES = 256, 4
+LONG, VOCABULARY = 16384, 2048
 LEARNING_RATE = 3e-4
 
 
@@ -39,7 +42,33 @@ def llama(
     text = (directory / "held_out.txt").read_text(encoding="utf-8")
     ids = torch.tensor(runnable.language.tokenizer(text)["input_ids"], device=device)
     usable = len(ids) - len(ids) % (SEQUENCES * TOKENS)
-    batches = ids[:usable].view(-1, SEQUENCES, TOKENS)
+    return model, _training(model, ids[:usable].view(-1, SEQUENCES, TOKENS), steps)
+
+
+def long_llama(
+    seed: int, device: torch.device, dtype: torch.dtype, steps: int = 4
+) -> tuple[nn.Module, Callable[[], Any]]:
+    """Return four layers as wide as Llama-3-8b's with random weights, and a run of some steps, each
+    on another sequence of 16,384 random tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=LONG,
+    )
+    with device:
+        model = LlamaForCausalLM(config).to(dtype)
+        batches = torch.randint(VOCABULARY, (steps, 1, LONG))
+    return model, _training(model, batches, steps)
+
+
+def _training(model: nn.Module, batches: torch.Tensor, steps: int) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
 
     @torch.enable_grad()
@@ -54,22 +83,25 @@ def llama(
             losses.append(loss.detach())
         return {"loss": losses}
 
-    return model, run
+    return run
 
 
 def main() -> None:
     from attention_replay import judge_gradients, load
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--model", choices=("llama", "long_llama"), default="llama")
+    parser.add_argument("--out", metavar="FILE", help="report with the loss curves")
     parser.add_argument("--kernels", default="torch-math,torch-flash")
-    parser.add_argument("--steps", default="50")
+    parser.add_argument("--rounds", default="1", help="runs with each kernel")
     arguments = parser.parse_args()
-    model = ["--model", f"{__file__}:llama", "--steps", arguments.steps]
-    options = ["--kernels", arguments.kernels, "--model-rounds", "1", "--report", arguments.out]
+    options = ["--kernels", arguments.kernels, "--model-rounds", arguments.rounds]
+    if arguments.out:
+        options += ["--report", arguments.out]
     with tempfile.TemporaryDirectory() as directory:
         recorded = f"{directory}/recorded"
-        _run("capture", *model, "--backward", "--max", "4", "--out", recorded)
+        model = f"{__file__}:{arguments.model}"
+        _run("capture", "--model", model, "--backward", "--max", "4", "--out", recorded)
         for call in load(recorded):
             print(f"{call.origin.module}\n{judge_gradients(call)}")
         _run("replay", "verify", "--dir", recorded, "--trust-code", "--backward", *options)

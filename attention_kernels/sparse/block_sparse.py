@@ -27,7 +27,7 @@ def block_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
 
     The sizes depend on the GPU, the type, the head dimensions and the number of keys.
     """
-    if _is_for_hopper(query, value):
+    if not can_skip(query, value):
         from attention_kernels.hopper.hopper_prefill import visited_tiles
 
         return visited_tiles(query, value)
@@ -127,17 +127,14 @@ NO_SKIP = "Hopper's kernel of block-sparse attention does not skip blocks: leave
 
 
 def can_skip(query: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel of these tensors has the option `skip`."""
-    return not _is_for_hopper(query, value)
-
-
-def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
+    """Return whether these tensors have the portable kernel, with the options `skip` and
+    `return_map`, instead of Hopper's."""
     if not has_gluon_kernels(query.device):
-        return False
+        return True
     # Gluon is imported only if it may be used.
     from attention_kernels.hopper.hopper_prefill import takes
 
-    return takes(query, value, None)
+    return not takes(query, value, None)
 
 
 def _cut(query: Tensor, key: Tensor, value: Tensor) -> Blocks:
