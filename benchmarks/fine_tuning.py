@@ -102,7 +102,8 @@ def main() -> None:
         recorded = f"{directory}/recorded"
         model = f"{__file__}:{arguments.model}"
         _run("capture", "--model", model, "--backward", "--max", "4", "--out", recorded)
-        for call in load(recorded):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for call in (entry.load(device) for entry in load(recorded).entries):
             print(f"{call.origin.module}\n{judge_gradients(call)}")
         _run("replay", "verify", "--dir", recorded, "--trust-code", "--backward", *options)
 

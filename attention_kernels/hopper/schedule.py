@@ -109,7 +109,7 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
 
 
 def _pieces(head_dim: int) -> tuple[int, int]:
-    return (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
+    return (64, 0) if head_dim <= 64 else pieces(head_dim, are_copied=True)
 
 
 class SharedRoom(NamedTuple):

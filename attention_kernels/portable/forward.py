@@ -165,7 +165,7 @@ def _plan(
     output = _output_of(query, v_head_dim)
     unit, output_unit = _unit(query, key, value), _unit(output)
     main, rest = pieces(head_dim, unit > 1)
-    v_main, v_rest = pieces(v_head_dim, unit > 1)
+    v_main, v_rest = pieces(v_head_dim, unit > 1 and skip is None)
     has_descriptors = (
         not rest
         and not v_rest

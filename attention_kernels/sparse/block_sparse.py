@@ -27,7 +27,7 @@ def block_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
 
     The sizes depend on the GPU, the type, the head dimensions and the number of keys.
     """
-    if not can_skip(query, value):
+    if _is_for_hopper(query, value):
         from attention_kernels.hopper.hopper_prefill import visited_tiles
 
         return visited_tiles(query, value)
@@ -75,7 +75,8 @@ def block_sparse_attention(
     Raises:
         ValueError: the shapes do not fit together, a head dimension is larger than 256, or
             `visited` belongs to tensors of other sizes.
-        NotImplementedError: `skip` or `return_map` on Hopper, whose kernel does not skip.
+        NotImplementedError: `skip` or `return_map` in 16 bits on Hopper, whose kernel does not
+            skip.
     """
     rows, keys = block_sizes(query, key, value)
     batches, heads, tiles = visited.counts.shape[:3]
@@ -89,12 +90,12 @@ def block_sparse_attention(
         )
     if skip is not None and not 0 < skip < 1:
         raise ValueError(f"skip is more than 0 and less than 1, not {skip:g}")
+    if (skip is not None or return_map) and not can_skip(query):
+        raise NotImplementedError(NO_SKIP)
     computed = None
-    if not can_skip(query, value):
+    if _is_for_hopper(query, value):
         from attention_kernels.hopper.hopper_prefill import forward_hopper
 
-        if skip is not None or return_map:
-            raise NotImplementedError(NO_SKIP)
         if scale is not None and scale <= 0:  # the kernel finds the maximum before it scales
             query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
         output, lse = forward_hopper(
@@ -123,18 +124,21 @@ def block_sparse_attention(
     return (output, *given) if given else output
 
 
-NO_SKIP = "Hopper's kernel of block-sparse attention does not skip blocks: leave out `skip`"
+NO_SKIP = "on a Hopper GPU, only float32 has the option `skip`: leave it out"
 
 
-def can_skip(query: Tensor, value: Tensor) -> bool:
-    """Return whether these tensors have the portable kernel, with the options `skip` and
-    `return_map`, instead of Hopper's."""
+def can_skip(query: Tensor) -> bool:
+    """Return whether calls of this type on this device have the options `skip` and `return_map`."""
+    return query.dtype == torch.float32 or not has_gluon_kernels(query.device)
+
+
+def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
     if not has_gluon_kernels(query.device):
-        return True
+        return False
     # Gluon is imported only if it may be used.
     from attention_kernels.hopper.hopper_prefill import takes
 
-    return not takes(query, value, None)
+    return takes(query, value, None)
 
 
 def _cut(query: Tensor, key: Tensor, value: Tensor) -> Blocks:

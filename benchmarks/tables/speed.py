@@ -90,7 +90,7 @@ def by_call(path: Path) -> str:
 
 def backward(path: Path) -> str:
     """List TFLOPS of the backward pass by head dimension and length; the most are in bold."""
-    rows = [row for row in results.read(path) if row["kind"] in ("time", "packed")]
+    rows = [row for row in results.read(path) if row["kind"] != "errors"]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     calls: dict[str, dict[str, int]] = {}
     for row in rows:
@@ -99,6 +99,7 @@ def backward(path: Path) -> str:
             tokens = "packed sequences of 82 to 8192 tokens"
         name = f"head_dim {row['head_dim']}, {tokens}"
         name += ", causal" if row["is_causal"] == "True" else ""
+        name += ", soft cap" if row["kind"] == "soft cap" else ""
         calls.setdefault(name, {})[row["kernel"]] = round(float(row["tflops"]))
     lines = {
         name: [

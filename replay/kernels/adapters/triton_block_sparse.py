@@ -118,7 +118,7 @@ def _chosen(call: AttentionCall, policy: BlockPolicy, skip: float | None) -> Ten
 
 def _can_skip(call: AttentionCall) -> str | None:
     can_skip = imported("attention_kernels.sparse.block_sparse", "can_skip")
-    return None if can_skip(call.query, call.value) else "Hopper's kernel has no `skip`"
+    return None if can_skip(call.query) else "has `skip` only in float32 on a Hopper GPU"
 
 
 def _skip_of(text: str) -> float:
