@@ -1,6 +1,6 @@
 """Checks and times our kernels on the batches of serving engines: pages, uneven lengths, FP8.
 
-    python -m benchmarks.engine_kernels [--only fp8 mixed mla uneven ...] [--tune]
+    python -m benchmarks.engine_kernels [--only fp8 mixed mla uneven ...]
 
 First, every path is compared with attention in float64 on the GPU. Then each case is timed with a
 cold L2, in shuffled rounds of all its kernels: ours, vLLM's copy of FlashAttention 3 with its
@@ -8,20 +8,16 @@ scheduler metadata, and FlashMLA, where they can be imported. Pages lie in a ran
 stay on the GPU. A table has one line for each kernel of a case: its time, the bytes it must read at
 the speed of a copy as a share of that time, and the ratio that the case asks for. Its lines are
 printed and written after each case. A group that reaches its time limit leaves out its last cases.
-The benchmark needs a GPU with 40 GB of memory and two and a half minutes. `--tune` also times other
-sizes of our programs (two minutes more).
+The benchmark needs a GPU with 40 GB of memory and two and a half minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import math
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +31,8 @@ from torch import Tensor
 from attention_kernels.decode.kv_cache import Cache, expanded_scales
 from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
-from attention_kernels.decode.split_kv import attend_to_cache, planned
 from attention_kernels.flash_attention import flash_attn_varlen_func
 from attention_kernels.options import AttentionOptions
-from attention_kernels.portable.paged_prefill import PagedTiles, paged_prefill
 from benchmarks import results
 from benchmarks.gpu import gpu
 from replay.timing.machine import describe
@@ -349,27 +343,6 @@ def _chunks() -> tuple[list[int], list[int]]:
     return chunks, [a + b for a, b in zip(chunks, contexts, strict=True)]
 
 
-def portable(batch: Batch) -> Tensor:
-    """Run the prefill kernel for any GPU on a batch without decodes."""
-    output = torch.empty_like(batch.query)
-    paged_prefill(
-        batch.query, batch.key, batch.value, batch.table, batch.lengths, batch.starts, output, None,
-        True, scale=None, key_scale=None, value_scale=None, sinks=None, options=batch.options,
-    )  # fmt: skip
-    return output
-
-
-def _hopper() -> Iterator[Case]:
-    """Yield chunks whose pages the Hopper kernel reads, the simplest first."""
-    for q_lens, k_lens in (([256], [256]), ([2048] * 4, [8192] * 4), ([700, 1900], [900, 5000])):
-        for page_size in (64, 16):
-            batch = Batch(q_lens, k_lens, page_size=page_size)
-            runs: dict[str, Run] = {"portable": partial(portable, batch), "hopper": batch.attend}
-            runs["copied"] = batch.prefill
-            name = f"{len(q_lens)} of {q_lens[-1]} over {k_lens[-1]}, pages of {page_size}"
-            yield Case(name, batch, runs, {}, ("portable", "hopper"))
-
-
 def _fp8() -> Iterator[Case]:
     for page_size in (16, 64):
         plain = Batch([1] * 8, [32768] * 8, page_size=page_size)
@@ -420,9 +393,8 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "mixed": _mixed,
     "mla": _mla,
     "uneven": _uneven,
-    "hopper": _hopper,
 }
-SECONDS = {"check": 50, "fp8": 40, "mixed": 25, "mla": 20, "uneven": 20, "hopper": 40}
+SECONDS = {"check": 50, "fp8": 40, "mixed": 25, "mla": 20, "uneven": 20}
 """Time limit of the comparison and of each group. No case begins after it."""
 
 
@@ -477,93 +449,13 @@ def _said(line: dict[str, Any]) -> str:
     return f"{line['case']:42} {line['kernel']:13} {line['ms']:8.4f} ms {share}  {ratio}"
 
 
-TILES = [
-    PagedTiles(*each)
-    for each in (
-        (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-        (64, 128, 4, 2), (128, 64, 4, 3), (256, 64, 8, 2),
-    )
-]  # fmt: skip
-"""Alternatives to the sizes of a prefill program at head_dim 128."""
-
-
-def tune(device: torch.device) -> None:
-    """Print the times of other sizes of our programs, the fastest first."""
-    for is_fp8 in (False, True):
-        batch = Batch([1024] * 8, [4096] * 8, is_fp8=is_fp8)
-        output = torch.empty(batch.query.shape, dtype=torch.bfloat16, device=device)
-        scales = batch.cache.factors
-        runs: dict[str, Run] = {
-            f"prefill{' fp8' * is_fp8} {tuple(tiles)}": partial(
-                paged_prefill, batch.query, batch.key, batch.value, batch.table, batch.lengths,
-                batch.starts, output, None, True, scale=None, key_scale=scales[0],
-                value_scale=scales[1], sinks=None, options=BOTTOM_RIGHT, tiles=tiles,
-            )
-            for tiles in TILES
-        }  # fmt: skip
-        _ranked(runs, device)
-        for page_size in (16, 64):
-            batch = Batch([1] * 64, uneven(64, 1024, 131072), page_size=page_size, is_fp8=is_fp8)
-            sizes = itertools.product((32, 64, 128), (2, 3, 4, 5), (2, 3, 4))
-            _tune_decode(f"pages of {page_size}", batch, [(*each, None) for each in sizes], device)
-        mla = {"heads": (16, 1), "head_dim": 576, "latent": 512, "page_size": 64, "is_fp8": is_fp8}
-        batch = Batch([1] * 64, uneven(64, 1024, 32768), **mla)  # type: ignore[arg-type]
-        wide = list(itertools.product((32, 64), (2, 3), (1, 2), (None, 128)))
-        _tune_decode("MLA", batch, wide, device)
-
-
-def _tune_decode(
-    name: str, batch: Batch, sizes: list[tuple[int, int, int, int | None]], device: torch.device
-) -> None:
-    """Time decode with other keys in a block, stages, programs per multiprocessor and registers."""
-    query = batch.query[:, :, None]
-    plan = planned(query, batch.cache, is_causal=True, options=BOTTOM_RIGHT).tiling
-    assert plan.assignment is not None
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    runs: dict[str, Run] = {}
-    for block_n, stages, resident, registers in sizes:
-        shares = resident * processors
-        tiles = plan._replace(
-            block_n=block_n, stages=stages, registers=registers,
-            assignment=plan.assignment._replace(shares=shares, resident=shares),
-        )  # fmt: skip
-        said = f"decode{' fp8' * batch.is_fp8} {name}: {(block_n, stages, resident, registers)}"
-        runs[said] = partial(
-            attend_to_cache, query, batch.cache, is_causal=True, options=BOTTOM_RIGHT, tiles=tiles
-        )
-    _ranked(runs, device)
-
-
-def _ranked(runs: dict[str, Run], device: torch.device) -> None:
-    candidates = {}
-    for name, run in runs.items():
-        try:
-            run()
-            candidates[name] = run
-        except Exception as failure:
-            print(f"{name}: {type(failure).__name__}", flush=True)
-    samples = measure(candidates, device, cache=CACHE, rounds=ROUNDS, max_seconds=0.1)
-    times = {name: statistics.median(each.ms) for name, each in samples.items() if each.ms}
-    for name in sorted(times, key=times.__getitem__):
-        print(f"{times[name]:9.4f} ms  {name}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--only", nargs="+", choices=GROUPS, default=[each for each in GROUPS if each != "hopper"]
-    )
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--unchecked", action="store_true", help="skip the comparison with float64")
-    parser.add_argument("--tune", action="store_true", help="time other sizes of our programs")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "engine_kernels.csv")
-    parser.add_argument("--here", action="store_true", help="run 'hopper' in this process")
     arguments = parser.parse_args()
     device = gpu()
-    if "hopper" in arguments.only and not arguments.here:
-        arguments.only.remove("hopper")
-        _run_hopper(arguments.out)
-        if not arguments.only:
-            return
     machine = describe(device)
     wrong = 0 if arguments.unchecked else check(device)
     roof = measure_roof(torch.bfloat16, device)
@@ -582,20 +474,7 @@ def main() -> None:
             print(*map(_said, found), sep="\n", flush=True)
             del case
             torch.cuda.empty_cache()
-    if arguments.tune:
-        tune(device)
     print(f"{wrong} paths wrong")
-
-
-def _run_hopper(out: Path) -> None:
-    """Run the group 'hopper' in a process that is killed at its time limit, as its kernel, which
-    was only compiled, may wait forever."""
-    path = out.with_stem(f"{out.stem}_hopper")
-    command = (sys.executable, "-m", "benchmarks.engine_kernels", "--only", "hopper", "--here")
-    try:
-        subprocess.run((*command, "--unchecked", "--out", path), timeout=SECONDS["hopper"])
-    except subprocess.TimeoutExpired:
-        print(f"hopper: killed after {SECONDS['hopper']} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ def needs_a_gpu(path: Path) -> bool:
     return "def main(" in text and (says_so or "import gpu" in text)
 
 
-NEED_A_GPU = {
-    ".".join(path.relative_to(FOLDER).with_suffix("").parts): (
-        ["."] if path.stem == "versions" else []
-    )
+NEED_A_GPU = [
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
     for path in sorted([*FOLDER.glob("*.py"), *FOLDER.glob("attention_kernels/*.py")])
     if needs_a_gpu(path)
-}
-"""Benchmarks that need a GPU, with their required arguments."""
+]
 WITHOUT_ONE = """
 import importlib, sys, torch
 torch.cuda.is_available = lambda: False
-for name, arguments in {benchmarks!r}.items():
-    sys.argv = [name, *arguments]
+for name in {benchmarks!r}:
+    sys.argv = [name]
     try:
         importlib.import_module("benchmarks." + name).main()
     except SystemExit as said:
