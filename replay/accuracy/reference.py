@@ -50,6 +50,10 @@ LARGE_GPU_BYTES = 40 * 2**30
 """Minimum memory of a GPU that uses a larger block, in bytes. With the larger block, an H200 needed
 0.7 of the time (17,776 tokens)."""
 
+MOST_TERMS = 2**33
+"""Largest number of products of a weight and a value that are added one after another."""
+SMALLEST = torch.finfo(torch.float32).tiny
+
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """CUDA compute capabilities with a float64 rate of half the float32 rate.
 
@@ -99,6 +103,32 @@ def same_dtype(call: AttentionCall, block_elements: int | None = None) -> tuple[
     if call.dtype.itemsize == 2:
         outputs.append(attention(call, call.dtype, block_elements, scale_scores=True))
     return tuple(outputs)
+
+
+def summed_in_order(call: AttentionCall) -> Tensor | None:
+    """Compute the formula in the call's own 32 or 64 bits, adding one key after another.
+
+    PyTorch's FlexAttention on a CPU sums in this order. If a row's terms are equal, their rounding
+    errors are equal too, and grow with the number n of keys instead of √n. Weights are relative to
+    the largest one of their row, as in kernels that divide at the end.
+
+    Returns:
+        (B, Hq, Sq, Dv); None for a call of more than MOST_TERMS terms, which would take
+            too long.
+    """
+    shape = call.shape
+    rows = shape.batch * shape.q_heads * shape.q_len
+    if rows * shape.kv_len * shape.v_head_dim > MOST_TERMS:
+        return None
+    output = _empty_output(call, call.dtype)
+    for block in weights(call, call.dtype):
+        largest = block.weights.amax(-1, keepdim=True)
+        relative = (block.weights / largest.clamp_min(SMALLEST)).unsqueeze(-1)
+        total = torch.zeros_like(output[block.batch, block.heads, block.rows])
+        for key in range(relative.shape[2]):
+            total.addcmul_(relative[:, :, key], block.value[:, key, None])
+        output[block.batch, block.heads, block.rows] = total * largest
+    return output
 
 
 def attention(

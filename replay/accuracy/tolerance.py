@@ -81,10 +81,7 @@ class Tolerance:
     """max|O_same_dtype - reference| of the plain formula in the call's dtype, in the less accurate
     of its forms (`replay.accuracy.reference.same_dtype`)."""
     rounding: float
-    """Largest error from rounding the reference to the call's dtype."""
-    sums: float = 0.0
-    """Standard deviation of the error of sums in 32 bits, for any order of a kernel's sums; 0 in 16
-    bits."""
+    """Largest error from rounding alone, for any order of a kernel's sums (see `tolerance`)."""
     noise: float = 0.0
     """Largest rounding noise of a row, per element."""
     rows: RowTolerance | None = field(default=None, compare=False)
@@ -92,8 +89,7 @@ class Tolerance:
     def limit(self, thresholds: ExactThresholds) -> float:
         """Return the largest allowed |output - reference|."""
         measured = thresholds.same_dtype_factor * self.same_dtype_error + self.rounding
-        sums = thresholds.rounding_factor * self.sums
-        return max(measured + sums, thresholds.rounding_factor * self.noise)
+        return max(measured, thresholds.rounding_factor * self.noise)
 
 
 def tolerance(
@@ -101,12 +97,10 @@ def tolerance(
 ) -> Tolerance:
     """Compute the exactness rule's tolerance of `call`, from the results of the reference.
 
-    `rounding` is max|reference rounded to the call's dtype - reference|. Float32 calls have the
-    noise of sums too. The eager error depends on the order of these sums: a product with one query
-    row is summed differently from a product with many rows. Without `sums`, honest kernels would
-    exceed twice the eager error. PyTorch's FlexAttention on a CPU adds keys up one after another:
-    with 2,464 keys of large values, its error was 4.8 standard deviations in one of 0.9 million
-    elements.
+    `rounding` is max|reference rounded to the call's dtype - reference|. For float32 calls it also
+    includes the noise of float32 sums. The eager error depends on the order of these sums: a
+    product with one query row is summed differently from a product with many rows. If `rounding`
+    left out this noise, honest kernels would sometimes exceed twice the eager error.
 
     Each same-dtype error is the larger error of the outputs. Rows with an element that is infinite
     or NaN in a same-dtype output or in the reference are left out. Rows whose float16 scores
@@ -121,7 +115,7 @@ def tolerance(
     """
     for output in same_dtype_outputs:
         check_comparable(output, reference)
-    rounding = sums = 0.0
+    rounding = 0.0
     noise = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
     lengths = torch.empty_like(noise)
     for rows, expected, _ in chunks(reference, reference):
@@ -140,10 +134,9 @@ def tolerance(
         # product of its vectors' norms.
         terms = math.sqrt(call.shape.kv_len) + _largest_score(true)
         noise *= terms
-        sums = torch.finfo(call.dtype).eps / 2 * _largest_finite(true.value) * terms
+        rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(true.value) * terms
     noise *= _noise_of_large_scores(call, same_dtype_outputs[0], reference)
-    found = _with_eager_errors(same_dtype_outputs, reference, noise, lengths, shared)
-    return replace(found, rounding=rounding, sums=sums)
+    return _with_eager_errors(same_dtype_outputs, reference, noise, lengths, rounding, shared)
 
 
 def tolerance_of_gradient(
@@ -159,20 +152,20 @@ def tolerance_of_gradient(
     limits, shared = torch.finfo(call.dtype), SHARED_NOISE
     smallest = limits.tiny * limits.eps * math.sqrt(reference.shape[3])
     noise = noise * (limits.eps / 2) + smallest
-    rounding, sums = _largest_finite(reference.to(call.dtype).double() - reference), 0.0
+    rounding = _largest_finite(reference.to(call.dtype).double() - reference)
     if call.dtype.itemsize >= 4:
         shared = SHARED_NOISE_OF_SUMS
         shape = call.shape
         longest = max(shape.kv_len, shape.q_len * shape.q_heads // shape.kv_heads)
         noise *= math.sqrt(longest) + _largest_score(call)
-        sums = _largest_finite(noise) / math.sqrt(reference.shape[3])
+        rounding += _largest_finite(noise) / math.sqrt(reference.shape[3])
     lengths = torch.linalg.vector_norm(reference, dim=-1)
     # An error of a probability has the direction of the row, so it is largest where the row is.
     even = 1 / math.sqrt(reference.shape[3])
     peaks = (reference.abs().amax(-1) / lengths).nan_to_num(nan=even)
     per_element = _largest_finite(noise * peaks)
-    allowed = _with_eager_errors(same_dtype, reference, noise, lengths, shared)
-    return replace(allowed, rounding=rounding, sums=sums, noise=per_element)
+    allowed = _with_eager_errors(same_dtype, reference, noise, lengths, rounding, shared)
+    return replace(allowed, noise=per_element)
 
 
 def _with_eager_errors(
@@ -180,15 +173,16 @@ def _with_eager_errors(
     reference: Tensor,
     noise: Tensor,
     lengths: Tensor,
+    rounding: float,
     shared: float,
 ) -> Tolerance:
-    """Return a tolerance without `rounding` and `sums`; `lengths` is overwritten."""
+    """Return a tolerance with the errors of eager attention; `lengths` is overwritten."""
     weight = lengths.mul_(noise)
     eager = [_eager_errors(output, reference, noise, weight) for output in same_dtype_outputs]
     errors, worst, bias = zip(*eager, strict=True)
     per_element = _largest_finite(noise) / math.sqrt(reference.shape[3])
     rows_allowed = RowTolerance(noise, _largest(worst), _largest(bias), shared)
-    return Tolerance(max(errors), 0.0, 0.0, per_element, rows_allowed)
+    return Tolerance(max(errors), rounding, per_element, rows_allowed)
 
 
 def tolerances_of_heads(
@@ -205,7 +199,6 @@ def tolerances_of_heads(
     rounding = _largest_finite_of_heads(exact.to(call.dtype).to(torch.float64) - exact)
     lengths = torch.linalg.vector_norm(exact, dim=-1)
     noise = rounding_noise(lengths, spread, call, exact.shape[3])
-    sums = torch.zeros_like(rounding)
     if call.dtype.itemsize >= 4:
         true = call.without_scales()
         query_norm, key_norm = (
@@ -215,11 +208,11 @@ def tolerances_of_heads(
         terms = math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
         noise *= terms[:, None]
         values = _largest_finite_of_heads(true.value).to(exact)
-        sums = torch.finfo(call.dtype).eps / 2 * values * terms
+        rounding += torch.finfo(call.dtype).eps / 2 * values * terms
     noise *= _noise_of_large_scores(call, same_dtype_outputs[0], exact)
     errors = [_largest_finite_of_heads(output.to(exact) - exact) for output in same_dtype_outputs]
     per_element = _largest_finite_of_heads(noise) / math.sqrt(exact.shape[3])
-    of_heads = torch.stack((_largest(errors), rounding, sums, per_element), dim=1).tolist()
+    of_heads = torch.stack((_largest(errors), rounding, per_element), dim=1).tolist()
     return [Tolerance(*figures) for figures in of_heads]
 
 

@@ -257,7 +257,10 @@ class LocalJudge:
                 at_once = slice(start, start + step)
                 right = Expected.of_heads(side_by_side(*parts[at_once]))
                 for number, rows, each in zip(numbers[at_once], found[at_once], right, strict=True):
-                    if wrong := _wrong_rows(rows, each, expected.tolerance, factors):
+                    for allowed in expected.tolerances():
+                        if not (wrong := _wrong_rows(rows, each, allowed, factors)):
+                            break
+                    else:
                         return f"call {number} of a block: {wrong}"
         return ""
 

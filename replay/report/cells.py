@@ -90,7 +90,7 @@ def interval_text(value: float, low: float | None, high: float | None) -> str:
 
 def _speedup(group: Group, kernel: KernelId, field: TimesField) -> str:
     if kernel.name == group.baseline:
-        return "baseline"
+        return "baseline" if any(getattr(row, field) for row in group.rows[kernel]) else "-"
     if not all(row.is_correct for row in group.rows[kernel]):
         return "-"
     if any(row.is_unconfirmed for row in group.rows[kernel]):

@@ -246,6 +246,14 @@ def test_training_times_rank_kernels_where_backward_was_measured() -> None:
     assert "base 4 ms forward and backward" in printed(print_first_screen, rows, heading="")
 
 
+def test_no_table_shows_passes_that_were_not_timed() -> None:
+    rows = [row("base", call(), (1.0,) * 6), row("mine", call(), (2.0,) * 6, against=(1.0,) * 6)]
+    shown = printed(print_report, rows, metrics=["all"])
+    assert "speed-up" in shown
+    assert "backward" not in shown
+    assert "both" not in shown
+
+
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [
