@@ -113,8 +113,7 @@ def summed_in_order(call: AttentionCall) -> Tensor | None:
     the largest one of their row, as in kernels that divide at the end.
 
     Returns:
-        (B, Hq, Sq, Dv); None for a call of more than MOST_TERMS terms, which would take
-            too long.
+        (B, Hq, Sq, Dv); None for a call of more than MOST_TERMS terms, which would take too long.
     """
     shape = call.shape
     rows = shape.batch * shape.q_heads * shape.q_len
