@@ -338,6 +338,8 @@ def _times(ratio: float) -> str:
     """Return a ratio with three digits, such as `1.25 ×` or `126,000 ×`."""
     if math.isinf(ratio):
         return "∞ ×"
+    if ratio >= 1e9:
+        return f"{ratio:.2g} ×"
     return f"{float(f'{ratio:.3g}'):,.0f} ×" if ratio >= 100 else f"{ratio:.3g} ×"
 
 

@@ -45,6 +45,8 @@ def test_exact_sentence_has_the_numbers() -> None:
     assert verdict.sentence == "7.81 × its tolerance: max abs error 0.031 exceeds 0.004"
     far = verdict_of(output, reference, "exact", Tolerance(1.23456e-7, 0.0)).sentence
     assert far.startswith("127,000 × its tolerance: ")
+    farther = verdict_of(output, reference, "exact", Tolerance(1e-30, 0.0)).sentence
+    assert farther.startswith("1.6e+28 × its tolerance: ")
     # An error equal to the limit passes.
     assert verdict_of(output, reference, "exact", Tolerance(0.015625, 0.0)).passed
 
