@@ -4,9 +4,9 @@
     python -m benchmarks.fine_tuning --model long_llama --kernels triton-attention,torch-cudnn
 
 Every kernel trains the same weights on the same data, beside the model's own attention. The
-gradients of some calls are recorded first, and judged. `long_llama` keeps a GPU busy (40 GB of
-memory): predicted and measured times of its training steps should agree. Both functions are also
-examples of runs that train: `capture --model benchmarks/fine_tuning.py:llama --backward --out DIR`.
+gradients of some calls are recorded first, and judged. `long_llama` keeps a GPU busy, so that
+predicted and measured times of its training steps should agree. Both functions are also examples of
+runs that train: `capture --model benchmarks/fine_tuning.py:llama --backward --out DIR`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def block_sparse_attention(
     return (output, *given) if given else output
 
 
-NO_SKIP = "on a Hopper GPU, only float32 has the option `skip`: leave it out"
+NO_SKIP = "on a Hopper GPU, only float32 has `skip` and `return_map`: leave them out"
 
 
 def can_skip(query: Tensor) -> bool:

@@ -151,8 +151,8 @@ def _sentences(errors: CacheErrors) -> Iterator[str]:
     if errors.unmeasured:
         number = counted(len(errors.unmeasured), "layer")
         yield (
-            f"no errors for {number} of the model, such as {_named(errors.unmeasured[0])}: "
-            "record all with capture --max per-layer"
+            f"not recorded, so errors unknown: {number} of the model, such as "
+            f"{_named(errors.unmeasured[0])}; record all with capture --max per-layer"
         )
 
 

@@ -26,9 +26,11 @@ SPANS = {
 
 def span_name(span: str, steps: int) -> str:
     """Describe a span of a run with a number of training steps, or with none."""
-    if steps and span == RUN:
+    if not steps:
+        return SPANS.get(span, span)
+    if span == RUN:
         return f"one full run of {counted(steps, 'training step')}"
-    return SPANS.get(span, span)
+    return "the forward pass of a training step"
 
 
 NEGLIGIBLE = 5e-4

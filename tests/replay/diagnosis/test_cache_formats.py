@@ -150,7 +150,8 @@ def test_tables_flags_and_files_name_the_layers_to_keep(tmp_path: Path, run_cli:
     words = " ".join(out.split())
     assert "not of the model's text" in words
     assert (
-        "no errors for 1 layer of the model, such as model.layers.3.self_attn: record all" in words
+        "errors unknown: 1 layer of the model, such as model.layers.3.self_attn; record all"
+        in words
     )
     assert "decode" not in lines[0]
     written = json.loads(file.read_text())
