@@ -12,6 +12,7 @@ of ``torch.optim``, and returns its loss, or one for each step. All steps are un
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -130,10 +131,13 @@ def _function(module: ModuleType, name: str, file: str) -> Callable[..., Any]:
         own = [
             other
             for other, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
+            if inspect.isfunction(value)
+            and value.__module__ == module.__name__
+            and not other.startswith("_")
         ]
-        remedy = f"choose from {', '.join(own)}" if own else "add it"
-        raise ModelError(f"{file} has no function {name!r}: {remedy}")
+        near = difflib.get_close_matches(name, own)
+        remedy = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(own)}"
+        raise ModelError(f"{file} has no function {name!r}: {remedy if own else 'add it'}")
     return function
 
 

@@ -94,7 +94,7 @@ class DiskEstimate:
             self._print()
 
     def _print(self) -> None:
-        kept, nbytes = self._recording.kept, self._recording.counts.nbytes
+        kept, nbytes = self._recording.kept, self._recording.expected_bytes
         if self._max_calls == PER_LAYER:
             expected, calls = nbytes, f"the first phase's {counted(kept, 'call')}"
         else:

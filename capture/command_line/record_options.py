@@ -40,8 +40,10 @@ def check_engine_options(arguments: argparse.Namespace) -> None:
         if given:
             raise Error(f"--{given[0]} needs --engine vllm")
         return
-    if len(given) != 1:
-        raise Error("--engine vllm needs either --prompts FILE or --trace FILE")
+    if not given:
+        raise Error("--engine vllm needs --prompts FILE or --trace FILE")
+    if len(given) > 1:
+        raise Error("--prompts and --trace exclude each other: leave out one of them")
     for name in ("size", "weights", "checkpoint", "prompt", "steps", "device"):
         if getattr(arguments, name) is not None:
             raise Error(f"--{name} has no effect with --engine: leave it out")

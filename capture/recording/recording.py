@@ -109,6 +109,11 @@ class Recording:
         """Number of calls that are stored, or are in memory and will be stored."""
         return len(self.calls.kept)
 
+    @property
+    def expected_bytes(self) -> int:
+        """Size of the tensors of the kept calls, with gradients that may still come."""
+        return self._context.sampler.nbytes
+
     def steps_begun(self, phases: Collection[str]) -> int:
         """Return the number of steps of these phases so far, while the recording runs.
 

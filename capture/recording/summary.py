@@ -69,6 +69,11 @@ class Summary(NamedTuple):
         parts = [f"kept of the eligible calls: {', '.join(kept) or 'none'}"]
         if self.without_gradients:
             parts.append(f"without gradients: {self.without_gradients}")
+            if self.without_gradients == self.kept.total():
+                parts[-1] += (
+                    " (none came back: run the model in `with torch.enable_grad():`, and call "
+                    "`backward()` before the recording ends)"
+                )
         if self.refused:
             reasons = (f"{count} ({reason})" for reason, count in self.refused.items())
             parts.append(f"refused: {', '.join(reasons)}")

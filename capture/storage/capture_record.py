@@ -87,13 +87,14 @@ class CaptureRecord:
     def most_gain(self) -> str:
         """Largest gain that attention's share allows, in a clause; empty if the share is unknown.
 
-        Even attention without cost makes the passes 1 / (1 - share) times as fast (Amdahl 1967).
+        Even attention without cost makes the forward passes 1 / (1 - share) times as fast (Amdahl
+        1967). Backward passes are not timed, so the clause says nothing of a whole training step.
         """
         share = self.attention_share
         if share is None:
             return ""
-        gain = f"at most {1 / (1 - share):.2f}×" if share < 1 else "any factor"
-        return f"attention takes {share:.0%} of the forward time, so kernels can gain {gain}"
+        most = f", so a forward pass gains at most {1 / (1 - share):.2f}×" if share < 1 else ""
+        return f"attention takes {share:.0%} of the forward time{most}"
 
     @property
     def invalid(self) -> list[str]:

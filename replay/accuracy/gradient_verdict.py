@@ -150,7 +150,9 @@ def judge_gradients(
     if found is not None and not callable(found):
         check_type("found", found, (str, Mapping), "a kernel, or gradients by name")
     if call.grad_output is None:
-        raise GradientError("the call has no grad_output: record it with backward=True")
+        raise GradientError(
+            "the call has no grad_output: record a run that calls backward(), with backward=True"
+        )
     expected = expected_gradients(call, call.grad_output)
     if isinstance(found, str) or callable(found):
         return _of_runs(call, kernel_gradients(found, call), expected, thresholds)

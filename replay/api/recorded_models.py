@@ -50,9 +50,11 @@ class ModelRequest:
         names = [] if self.loaded_plan is None else self.loaded_plan.code
         for file in [code.rpartition(":")[0] for code in names]:
             if not os.path.isfile(file):
+                from replay.end_to_end.rebuild import missing  # imports torch
+
                 raise RecordingError(
-                    f"{self.plan} names a kernel in {file}, which does not exist: put it "
-                    "there, or make the plan again with `replay plan`"
+                    f"{self.plan} names a kernel in {file}, which {missing(file, 'replay plan')}, "
+                    "or make the plan again"
                 )
         if names and not self.trust_code:
             raise RecordingError(

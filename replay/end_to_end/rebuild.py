@@ -38,10 +38,9 @@ def load_arguments(
     """
     arguments = _arguments(capture, device)
     if gone := _gone(arguments):
-        where = "" if Path(gone).is_absolute() else " in this directory"
         raise NotRebuildable(
             f"the recording of {capture.model} says that its model is built from {gone}, which "
-            f"does not exist{where}: put it there, or capture the model again"
+            f"{missing(gone, 'capture')}, or capture the model again"
         )
     if not trust_code and (file := _code_of(arguments)):
         raise NotTrusted(
@@ -49,6 +48,14 @@ def load_arguments(
             "and allow it to run with --trust-code"
         )
     return arguments
+
+
+def missing(path: str, command: str) -> str:
+    """Return that a path that a command has stored does not exist, and the first remedies."""
+    if Path(path).is_absolute():
+        return "does not exist: put it there"
+    here = f"does not exist in this directory: run this in the directory where `{command}` ran"
+    return f"{here}, put it here"
 
 
 def _gone(arguments: dict[str, Any]) -> str:

@@ -85,7 +85,8 @@ def test_run_may_take_a_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def other(): ...", r"has no function 'make': choose from other"),
+        ("def other(): ...\ndef _own(): ...", r"has no function 'make': choose from other$"),
+        ("def making(): ...", r"has no function 'make': did you mean making\?$"),
         ("make = 3", r"has no function 'make': add it"),
         ("make = ", r"could not be imported: SyntaxError"),
         ("import no_such_package_anywhere", r"could not be imported: ModuleNotFoundError"),

@@ -100,7 +100,7 @@ def test_compiled_code_of_the_engine_runs_as_before(
     ("options", "replaced", "sentence"),
     [
         (["--steps", "4"], None, "--steps has no effect with --engine: leave it out"),
-        (["--trace", "x"], None, "--engine vllm needs either --prompts FILE or --trace FILE"),
+        (["--trace", "x"], None, "--prompts and --trace exclude each other: leave out one of"),
         ([], "WorkerWrapperBase", "vLLM runs the model in other processes: to "),
         ([], "VOCABULARY", "vLLM refuses request 1: token id 3 is out of"),
         ([], "CONTEXT", "1 of 3 requests do not fit into vLLM's max_model_len of"),

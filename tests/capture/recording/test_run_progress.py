@@ -40,17 +40,18 @@ def test_announcement_has_the_known_sizes_and_the_dtype_of_most_weights(
 
 
 @pytest.mark.parametrize(
-    ("max_calls", "max_bytes", "expected"),
+    ("max_calls", "options", "expected"),
     [
-        (10, None, "about 12.8 kB for up to 10 calls of 1.3 kB"),
-        (1, None, "about 1.3 kB for up to 1 call of 1.3 kB"),
-        (10, 5000, "about 5.0 kB for up to 10 calls of 1.3 kB"),
-        ("per-layer", None, "about 2.6 kB for the first phase's 2 calls"),
+        (10, {}, "about 12.8 kB for up to 10 calls of 1.3 kB"),
+        (10, {"backward": True}, "about 25.6 kB for up to 10 calls of 2.6 kB"),
+        (1, {}, "about 1.3 kB for up to 1 call of 1.3 kB"),
+        (10, {"max_bytes": 5000}, "about 5.0 kB for up to 10 calls of 1.3 kB"),
+        ("per-layer", {}, "about 2.6 kB for the first phase's 2 calls"),
     ],
 )
 def test_size_is_estimated_after_the_first_pass_and_compared_with_the_free_space(
     max_calls: int | str,
-    max_bytes: int | None,
+    options: dict[str, Any],
     expected: str,
     layers: nn.Module,
     states: Tensor,
@@ -61,8 +62,9 @@ def test_size_is_estimated_after_the_first_pass_and_compared_with_the_free_space
     for free, fits in ((10**6, True), (1000, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Namespace(free=free))
         console, out = Console(file=io.StringIO(), width=100), tmp_path / str(free)
-        with record(layers, out=out, max=max_calls, max_bytes=max_bytes) as recording:
-            recording.watch(DiskEstimate(recording, max_calls, max_bytes, out, console))
+        with record(layers, out=out, max=max_calls, **options) as recording:
+            limit = options.get("max_bytes")
+            recording.watch(DiskEstimate(recording, max_calls, limit, out, console))
             assert not console.file.getvalue()  # type: ignore[attr-defined]
             for _ in range(3):
                 layers(states)

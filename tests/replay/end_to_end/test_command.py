@@ -148,13 +148,16 @@ def test_code_named_by_a_recording_needs_permission(refused: Refused) -> None:
     assert sentence.endswith("allow it to run with --trust-code\n")
 
 
+ELSEWHERE = "does not exist in this directory: run this in the directory where `capture` ran"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "mm.py:build"}, "mm.py, which does not exist in this directory: put it there"),
+        ({"model": "mm.py:build"}, f"mm.py, which {ELSEWHERE}, put it here, or"),
         ({"model": "/x/mm.py:build"}, "/x/mm.py, which does not exist: put it there, or capture"),
-        ({"model": "gone"}, "gone, which does not exist in this directory: put it there, or capt"),
-        ({"model": "llama", "checkpoint": "./gone"}, "./gone, which does not exist in this direc"),
+        ({"model": "gone"}, f"gone, which {ELSEWHERE}, put it here, or"),
+        ({"model": "llama", "checkpoint": "./gone"}, f"./gone, which {ELSEWHERE}"),
     ],
 )
 def test_missing_files_are_named(refused: Refused, settings: dict[str, Any], said: str) -> None:
@@ -180,7 +183,10 @@ def test_code_of_a_plan_needs_permission(refused: Refused, capture_record: Captu
     Plan(model, "", budget, "torch-default", [choice]).save("choice.json")
     for plan in ("baseline.json", "choice.json"):
         sentence = refused("verify", "--dir", "recorded", "--plan", plan, "--trust-code")
-        assert f"{plan} names a kernel in evil.py, which does not exist: put it there" in sentence
+        assert (
+            f"{plan} names a kernel in evil.py, which does not exist in this directory: run"
+            in sentence
+        )
     Path("evil.py").write_text("")
     for plan in ("baseline.json", "choice.json"):
         sentence = refused("verify", "--dir", "recorded", "--plan", plan)
