@@ -34,17 +34,12 @@ def find_missed_attention(tracker: ModuleTracker, sampled: SampledStep) -> list[
     found: dict[str, list[tuple[str, int]]] = {}
     for (path, followed, operator), computations in [*sampled.found.items()]:
         if (each := watched.get(path)) is not None:
-            kind = (
-                "TransformerEncoderLayer" if operator == FUSED_ENCODER else _class_name(each.module)
-            )
+            # A module that TorchScript compiled has the name of its class as `original_name`.
+            kind = str(getattr(each.module, "original_name", type(each.module).__name__))
+            kind = "TransformerEncoderLayer" if operator == FUSED_ENCODER else kind
             runs = round(computations * max(watched[followed].forwards, 1))
             found.setdefault(kind, []).append((path, runs))
     return [
         MissedAttention(kind, sum(runs for _, runs in paths), len(paths), paths[0][0])
         for kind, paths in found.items()
     ]
-
-
-def _class_name(module: object) -> str:
-    """Return the name of a module's class, also if TorchScript compiled it."""
-    return str(getattr(module, "original_name", type(module).__name__))

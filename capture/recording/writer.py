@@ -96,7 +96,8 @@ class Writer:
         """Number of threads that wait for memory."""
         self._active = 0
         """Number of threads that run."""
-        self._closing = False
+        self.is_closing = False
+        """True once the recording ends: calls are then written as they are."""
         self._undone: list[int] = []
         """Indices of calls to drop, if the journal's line about them could not be written yet."""
         self._changed = threading.Condition()
@@ -170,11 +171,6 @@ class Writer:
             self._wait_if_durable(call.index)
             return dropped
 
-    @property
-    def is_closing(self) -> bool:
-        """True once the recording ends: calls are then written as they are."""
-        return self._closing
-
     def complete(self, index: int, header: CallHeader, gradients: HostCopy) -> bool:
         """Add the gradients of a waiting call, which can then be written.
 
@@ -209,7 +205,7 @@ class Writer:
         """
         try:
             with self._changed:
-                self._closing = True
+                self.is_closing = True
                 self._changed.notify_all()
             self._copier.pool.close()  # the memory of each call is released after writing
             for thread in self._threads:
@@ -219,7 +215,7 @@ class Writer:
             with self._changed:
                 for index in [*self._waiting]:
                     self._drop(index)
-                self._closing = True
+                self.is_closing = True
                 self._dropped |= self._writing
                 self._changed.notify_all()
             raise
@@ -275,14 +271,14 @@ class Writer:
         with self._changed:
             while True:
                 full = self._short or 2 * self._reserved > self._buffer_bytes
-                if self._closing:
+                if self.is_closing:
                     self._held.clear()
                 due = (index for index in self._waiting if index not in self._held)
                 index = next(due, None)
-                if index is not None and (self._closing or self._at_once or full):
+                if index is not None and (self.is_closing or self._at_once or full):
                     self._writing.add(index)
                     return self._waiting.pop(index)
-                if self._closing:
+                if self.is_closing:
                     return None
                 self._changed.wait()
 

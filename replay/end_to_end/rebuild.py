@@ -51,7 +51,7 @@ def load_arguments(
 
 
 def missing(path: str, command: str) -> str:
-    """Return that a path that a command has stored does not exist, and the first remedies."""
+    """Return a clause about a missing path that a command stored, with the first remedies."""
     if Path(path).is_absolute():
         return "does not exist: put it there"
     here = f"does not exist in this directory: run this in the directory where `{command}` ran"

@@ -65,22 +65,19 @@ def form_of(result: Any, output: Any, arguments: Arguments, expected: ReturnForm
     if expected is OUTPUT_AND_WEIGHTS:
         rest = [None if isinstance(each, Tensor) and each.ndim == 4 else each for each in rest]
     refusal, kind = "", type(result).__name__
+    shape = (*arguments.query.shape[1:3], arguments.value.shape[-1])
     if not isinstance(first, Tensor):
         refusal = f"returns a {kind}"
     elif rest and isinstance(rest[0], Tensor) and rest[0].dtype == torch.float32:
         refusal = "also returns the log-sum-exp"
     elif any(each is not None for each in rest):
         refusal = f"returns a {kind} of {len(result)}"
-    elif not isinstance(output, Tensor) or output.shape[1:] != _shape(arguments):
+    elif not isinstance(output, Tensor) or output.shape[1:] != shape:
         refusal = "returns a tensor of another shape"
     if refusal:
         return ReturnForm(refusal=refusal)
     sequence = type(result) if is_sequence else None
     return ReturnForm(sequence, 1 + len(rest), first.dtype, first.is_contiguous())
-
-
-def _shape(arguments: Arguments) -> tuple[int, ...]:
-    return (*arguments.query.shape[1:3], arguments.value.shape[-1])
 
 
 Key = tuple[object, ...]

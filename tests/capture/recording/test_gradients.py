@@ -118,16 +118,9 @@ def test_calls_without_gradients_are_counted(tmp_path: Path) -> None:
         model(x).sum().backward()
     assert recording.summary.endswith("4 of 4; without gradients: 3")
     assert [call.grad_query is not None for call in load(tmp_path)] == [False] * 3 + [True]
-
-
-def test_run_without_backward_is_explained(tmp_path: Path) -> None:
-    model = Model()
-    with (
-        pytest.warns(RecordingWarning, match=r"without gradients: 2 \(none came .*`backward\(\)`"),
-        record(model, tmp_path, backward=True) as recording,
-    ):
-        trained(model, lambda model, x: model(x))
-    assert len(load(tmp_path)) == recording.counts.without_gradients == 2
+    explained = pytest.warns(RecordingWarning, match=r"ents: 2 \(none came .*`backward\(\)` bef")
+    with explained, record(model, tmp_path / "none", backward=True):
+        model(x)
 
 
 @pytest.mark.parametrize(("heads", "kept"), [([0, 1], True), ([1, 2], False)])

@@ -7,23 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from capture import load, record
 from capture.errors import RecordingWarning
+from tests.capture.conftest import Layers
 from tests.capture.recording.callers import Caller, assert_good, attend
 
 
-def test_glob_that_matches_no_caller_names_the_callers(
-    layers: nn.Module, states: Tensor, tmp_path: Path
-) -> None:
-    with (
-        pytest.warns(RecordingWarning, match=r"none of 2 attention calls came .*layers\.0, "),
-        record(layers, tmp_path, modules="*.qkv"),
-    ):
-        layers(states)
-    assert list(tmp_path.iterdir()) == []
+def run_once(model: nn.Module) -> None:
+    model(torch.ones(1, 5, 16))
 
 
 def attend_outside_modules(model: nn.Module) -> None:
@@ -38,31 +32,30 @@ def attend_to_fake_tensors(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "run", "reason"),
+    ("model", "modules", "run", "reason"),
     [
-        (Caller(), attend_outside_modules, "give the model that makes the calls"),
-        (Caller(), attend_to_fake_tensors, "can be stored"),
-        (
-            nn.Linear(2, 2),
-            lambda model: model(torch.ones(1, 2)),
-            "no attention call was seen: none was found in the operations of one",
-        ),
+        (Layers(), "*.qkv", run_once, r"none of 2 attention calls came .*layers\.0, "),
+        (Layers(), None, repr, "seen: the model did not run while"),
+        (Caller(), None, attend_outside_modules, "give the model that makes the calls"),
+        (Caller(), None, attend_to_fake_tensors, "can be stored"),
+        (nn.Linear(16, 2), None, run_once, "call was seen: none was found in the operations of on"),
     ],
 )
 def test_reason_is_given(
-    tmp_path: Path, model: nn.Module, run: Callable[[nn.Module], object], reason: str
+    tmp_path: Path,
+    model: nn.Module,
+    modules: str | None,
+    run: Callable[[nn.Module], object],
+    reason: str,
 ) -> None:
-    with pytest.warns(RecordingWarning, match=reason), record(model, tmp_path):
-        run(model)
-
-
-def test_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     with (
-        pytest.warns(RecordingWarning, match="seen: the model did not run while") as warned,
-        record(layers, tmp_path),
+        pytest.warns(RecordingWarning, match=reason) as warned,
+        record(model, out, modules=modules),
     ):
-        pass
+        run(model)
     assert [each.filename for each in warned] == [__file__]  # the warning points to the caller
+    assert not out.exists()
 
 
 def test_tensors_without_values_are_counted_and_never_kept(tmp_path: Path) -> None:

@@ -141,11 +141,13 @@ def test_error_without_a_text_does_not_reach_the_model(tmp_path: Path) -> None:
                 raise Rude
             return super().__torch_function__(func, types, args, kwargs or {})
 
-    tensor = torch.randn(1, 2, 5, 8).as_subclass(Rudely)
+    plain = torch.randn(1, 2, 5, 8)
+    rude = plain.as_subclass(Rudely)
     model = Caller()
     with pytest.warns(RecordingWarning, match="Rude$"), record(model, tmp_path) as recording:
-        model(attend(tensor, tensor, tensor))
+        model(*(attend(each, each, each) for each in (plain, rude, plain)))
     assert recording.problems == ["an attention call could not be recorded: Rude"]
+    assert len(load(tmp_path)) == recording.kept == 2
 
 
 def test_recording_that_is_over_does_not_hold_the_model(

@@ -126,19 +126,6 @@ def test_indexing_slicing_iterating(dataset: Dataset) -> None:
         dataset[3]
 
 
-def test_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) -> None:
-    q_len, heads, batch = 64, 8, 4
-    narrow = torch.randn(1, 1, q_len, q_len)
-    tensors = {name: torch.randn(batch, heads, q_len, 2) for name in ("query", "key", "value")}
-    call = make_call(attn_mask=narrow.expand(batch, heads, -1, -1), output=None, **tensors)
-    data = write_dataset(tmp_path / "data", call)
-    stored = data.entries[0].path.stat().st_size
-    exact = 3 * batch * heads * q_len * 2 * 4 + q_len * q_len * 4
-    assert exact < stored < exact + 4096
-    assert data[0].attn_mask is not None
-    assert data[0].attn_mask.stride() == (0, 0, q_len, 1)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

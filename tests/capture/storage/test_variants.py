@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,6 @@ import torch
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
-from capture.call.strides import Layout
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.header import CallHeader
@@ -173,25 +172,15 @@ def test_value_that_is_part_of_the_key_is_stored_once(tmp_path: Path) -> None:
 )
 def test_value_that_is_no_part_of_the_key_is_refused(columns: Any, reason: str) -> None:
     header = {**PackedCall.of(MLA).header.to_json(), "value_in_key": columns}
-    header["layouts"] = {name: asdict(each) for name, each in MLA_LAYOUTS.items()}
     with pytest.raises(ValueError, match=re.escape(reason)):
         CallHeader.from_json(header)
 
 
-MLA_LAYOUTS = PackedCall.of(MLA).header.layouts
-
-
 def test_value_beside_the_one_in_the_key_is_refused() -> None:
     data = PackedCall.of(replace(MLA, value=MLA.value.clone())).header.to_json()
-    data["layouts"] = {name: asdict(Layout.of(each)) for name, each in stored(MLA).items()}
     with pytest.raises(ValueError, match="tensors"):
         CallHeader.from_json({**data, "value_in_key": 16})
     assert CallHeader.from_json(data).value_in_key == 0
-
-
-def stored(call: AttentionCall) -> dict[str, torch.Tensor]:
-    """Return the stored tensors, with a four-dimensional value."""
-    return {name: each[(None,) * (4 - each.ndim)] for name, each in call.tensors().items()}
 
 
 def test_huge_output_of_no_keys_is_refused(tmp_path: Path) -> None:
