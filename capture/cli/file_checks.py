@@ -107,19 +107,15 @@ def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
 
 def _with_gradients(call: AttentionCall, output: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return output and gradients, recomputed and recorded, by name."""
-    recorded = {name: getattr(call, GRADIENTS[name]) for name in GRADIENTS if name != "output"}
+    given = {name: getattr(call, GRADIENTS[name]) for name in GRADIENTS if name != "output"}
+    recorded = {name: gradient for name, gradient in given.items() if gradient is not None}
     arguments = call.arguments()
-    for name, gradient in recorded.items():
-        if gradient is not None:
-            arguments[name] = arguments[name].detach().requires_grad_()
+    for name in recorded:
+        arguments[name] = arguments[name].detach().requires_grad_()
     with torch.enable_grad():
         again = TORCH_SDPA(**arguments)
     again.backward(call.grad_output)
-    found = {
-        GRADIENTS[name]: (arguments[name].grad, gradient)
-        for name, gradient in recorded.items()
-        if gradient is not None
-    }
+    found = {GRADIENTS[name]: (arguments[name].grad, each) for name, each in recorded.items()}
     return {"output": (again.detach(), output), **found}
 
 
