@@ -27,23 +27,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import gpu
 from benchmarks.vllm_process import Child, give, model_of
-from replay.kernels import constraints as limits
-from replay.kernels.constraints import AnyCall
-from replay.kernels.libraries import Library
-from replay.kernels.wrapping import at_once, register_adapted
 from replay.plan.call_matching import match
 from replay.rows.row import Row
 
-OWN = "vllm-flash"
-"""Kernel of this file: the function that vLLM's backend FLASH_ATTN calls. Swapped in, it shows what
-a swap costs; replayed, it has the time of vLLM's own attention."""
+OWN = "vllm-flash-attn"
+"""The function that vLLM's backend FLASH_ATTN calls. Swapped in, it shows what a swap costs;
+replayed, it has the time of vLLM's own attention."""
 KERNELS = ("triton-paged-decode", "triton-varlen")
 REQUESTS, SHORTEST, LONGEST, NEW_TOKENS = 64, 8192, 32768, 32
 VOCABULARY = 32_000
@@ -100,45 +96,6 @@ class Measured:
             f"{predicted}; tokens {self.tokens}; {self.answered} calls answered, {fell_back} fell "
             f"back{f' {self.fallbacks}' if fell_back else ''}"
         )
-
-
-def _prepare_own(call: AnyCall) -> Callable[[], Any]:
-    from vllm.v1.attention.backends.fa_utils import (
-        flash_attn_varlen_func,
-        get_flash_attn_version,
-    )
-
-    query, key, value = (
-        call.query[0].transpose(0, 1),
-        *(pool.transpose(1, 2) for pool in (call.key, call.value)),
-    )
-    assert call.seqused_k is not None
-    options = {
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "max_seqlen_q": limits.longest_query(call),
-        "seqused_k": call.seqused_k,
-        "max_seqlen_k": call.variant.max_seqlen_k or int(call.seqused_k.max()),
-        "softmax_scale": call.scale,
-        "causal": call.is_causal,
-        "block_table": call.page_table,
-        "fa_version": get_flash_attn_version(),
-    }
-    return lambda: flash_attn_varlen_func(query, key, value, **options).transpose(0, 1)[None]
-
-
-def _only_plain_batches(call: AnyCall) -> str | None:
-    return None if call.page_table is not None and call.cu_seqlens_q is not None else "no pages"
-
-
-register_adapted(
-    OWN,
-    Library("vllm.vllm_flash_attn", "vllm", "pip install vllm==0.22.1"),
-    at_once(_prepare_own),
-    (limits.half_precision, _only_plain_batches),
-    "vLLM's copy of FlashAttention, over pages",
-    prepare=_prepare_own,
-    features=("packed", "paged", "key-lengths", "bottom-right"),
-)
 
 
 def lengths() -> list[int]:

@@ -57,14 +57,18 @@ BEYOND_SDPA = ("torch-masked", "eager")
 
 ENGINES = {
     "transformers.sdpa": ("torch-masked",),
-    "vllm-flash_attn": ("fa3-kvcache",),
+    "vllm-flash_attn": (
+        *("vllm-flash-attn", "vllm-flash-attn-fp8"),
+        *("fa3-kvcache", "fa3-kvcache-fp8"),
+    ),
     "vllm-flash_attn_mla": ("fa3-mla",),
     "vllm-flashinfer": ("flashinfer-decode", "flashinfer-paged"),
     "vllm-flashinfer_mla": ("flashinfer-mla",),
     "vllm-flashmla": ("flash-mla",),
+    "vllm-triton_attn": ("vllm-triton",),
 }
 """Kernels of the same library for each backend of an engine, and PyTorch's SDPA for batches that
-transformers passes to it with a mask; the first that takes a call represents the backend."""
+transformers passes to it with a mask; the first that runs a call represents the backend."""
 
 IN_PROCESS = f"{UNCONFIRMED}: without a worker, your kernel could change its time and verdict"
 """Flag of a user's kernel that ran without a worker process."""
@@ -243,10 +247,15 @@ def _baseline(
 
 
 def _represented(call: AttentionCall) -> str:
-    """Return the kernel that represents the recorded backend: usually the one of the same name."""
-    names = ENGINES.get(call.origin.backend, ())
-    known = catalogue()
-    return next((name for name in names if not known[name].refuses(call)), call.origin.backend)
+    """Return the kernel that represents the recorded backend: usually the one of the same name.
+
+    A kernel that cannot run here represents it only if none can.
+    """
+    known = [catalogue()[name] for name in ENGINES.get(call.origin.backend, ())]
+    takes = [kernel for kernel in known if not kernel.refuses(call)]
+    runs = (kernel for kernel in takes if not refusal(kernel, call, call.device))
+    kernel = next(runs, next(iter(takes), None))
+    return call.origin.backend if kernel is None else kernel.name
 
 
 def _pinned(call: AttentionCall) -> str:

@@ -21,12 +21,14 @@ from replay.export.target import Ranges, Target
 from replay.plan.key_lengths import KernelsByLength
 from replay.plan.plan import LayerChoice, Plan
 
-FLASH_3, FP8 = "fa3-kvcache", "fa3-kvcache-fp8"
+FLASH_3, FLASH, FP8 = "fa3-kvcache", "vllm-flash-attn", "fa3-kvcache-fp8"
 
 KERNELS = {
     "fa2-kvcache": "FLASH_ATTN 2",
     FLASH_3: "FLASH_ATTN 3",
     FP8: "FLASH_ATTN 3",
+    FLASH: "FLASH_ATTN",
+    "vllm-triton": "TRITON_ATTN",
     "fa4-varlen": "FLASH_ATTN 4",
     "flashinfer-paged": "FLASHINFER",
     "flex": "FLEX_ATTENTION",
@@ -34,12 +36,13 @@ KERNELS = {
     "flash-mla": "FLASHMLA",
     "flashinfer-mla": "FLASHINFER_MLA",
 }
-"""Backend, and version of FlashAttention, of a kernel."""
+"""Backend of a kernel, and version of FlashAttention, if it is not the one that vLLM chooses."""
 
 SAME = {
     **dict.fromkeys(("fa2", "fa2-varlen"), "fa2-kvcache"),
     **dict.fromkeys(("fa3", "fa3-varlen"), FLASH_3),
     "fa4": "fa4-varlen",
+    "vllm-flash-attn-fp8": FP8,
     "flashinfer-decode": "flashinfer-paged",
 }
 """Kernels of the same backends, which run other phases or have their keys in one piece."""
@@ -89,7 +92,7 @@ def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
     ]
     possible = [replace(target, place=_in([Layers(modules)]))]
     if all(each.modules for each in by_cache):
-        both = {name: KERNELS[name] for name in (FLASH_3, FP8)}
+        both = {name: KERNELS[name] for name in (FLASH_3, FLASH, FP8)}
         possible.insert(0, replace(target, kernels=both, place=_in(by_cache)))  # first of a tie
     if sorted(modules) == sorted(name for each in by_kind for name in each.modules):
         joins = "all layers of a kind, with windows or without"
@@ -109,13 +112,11 @@ def _arguments(plan: Plan, ranges: Ranges) -> dict[str, Any] | None:
     """Return the arguments that give layers their kernels; None if vLLM cannot have these."""
     kernels = {layers: _kernel(plan, layers, found) for layers, found in ranges[0][1].items()}
     named = {layers: KERNELS.get(kernel, "") for layers, kernel in kernels.items()}
-    of_kind = {layers.has_window: name for layers, name in named.items()}
     versions = {version for name in named.values() if (version := name.partition(" ")[2])}
-    if any(of_kind[layers.has_window] != name for layers, name in named.items()):
+    of_kind = {(layers.has_window, name.partition(" ")[0]) for layers, name in named.items()}
+    backends = dict(of_kind)
+    if len(versions) > 1 or len(backends) < len(of_kind):
         return None
-    if len(versions) > 1:
-        return None
-    backends = {kind: name.partition(" ")[0] for kind, name in of_kind.items()}
     config: dict[str, Any] = {}
     if len({*backends.values()}) > 1:
         per_kind = {

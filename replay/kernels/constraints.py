@@ -19,6 +19,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import is_scaled
+from capture.call.per_head import SCALES
 from capture.call.strides import is_leading_part
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
@@ -48,6 +49,10 @@ def no_mask(call: AnyCall) -> str | None:
 
 def no_causal(call: AnyCall) -> str | None:
     return "takes no is_causal" if call.is_causal else None
+
+
+def needs_causal(call: AnyCall) -> str | None:
+    return None if call.is_causal else "for causal calls: this call is not causal"
 
 
 def mask_or_causal(call: AnyCall) -> str | None:
@@ -229,6 +234,18 @@ def same_value_dim(call: AttentionCall) -> str | None:
     return f"value head_dim {v_head_dim} differs from query head_dim {head_dim}"
 
 
+def deepseek_value_dim(call: AttentionCall) -> str | None:
+    """Allow narrower values only in DeepSeek's prefill."""
+    dims = call.shape.head_dim, call.shape.v_head_dim
+    return None if dims == (192, 128) else same_value_dim(call)
+
+
+def bfloat16_sinks(call: AnyCall) -> str | None:
+    if call.sinks is None or call.sinks.dtype == torch.bfloat16:
+        return None
+    return f"takes bfloat16 sinks only, not {dtype_name(call.sinks.dtype)}"
+
+
 def adjacent_elements(call: AttentionCall) -> str | None:
     """Require a last stride of 1, for kernels that refuse other strides; most adapters copy."""
     for name in ("query", "key", "value"):
@@ -303,21 +320,31 @@ half_precision = dtypes(torch.float16, torch.bfloat16)
 up_to_float32 = dtypes(torch.float16, torch.bfloat16, torch.float32)
 
 
+def needs_scales(call: AnyCall) -> str | None:
+    given = [getattr(call, name) for name in SCALES.values()]
+    return "needs a scale of query, key and value" if None in given else None
+
+
 def or_scaled_pages(usual: Constraint) -> Constraint:
-    """Allow, beside the usual dtypes, 16-bit queries with pages of scaled float8_e4m3fn."""
+    """Allow, beside the usual dtypes, pages of scaled float8_e4m3fn; the queries have 16 bits, or
+    are scaled too."""
 
     def check(call: AttentionCall) -> str | None:
         if not is_scaled(call):
             return usual(call)
-        if call.query_scale is not None:
-            return "queries in 8 bits"
         if call.page_table is None:
             return "scaled 8-bit values outside pages"
         if odd := {call.key.dtype, call.value.dtype} - {torch.float8_e4m3fn}:
             return f"a cache in {dtype_name(odd.pop())}"
+        allowed: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+        if call.query_scale is not None:
+            if call.key_scale is None:
+                return "scaled queries over keys without scale"
+            allowed = (torch.float8_e4m3fn,)
         dtype = call.query.dtype
-        is_half = dtype in (torch.float16, torch.bfloat16)
-        return None if is_half else f"queries in {dtype_name(dtype)} over a cache in 8 bits"
+        if dtype in allowed:
+            return None
+        return f"queries in {dtype_name(dtype)} over a cache in 8 bits"
 
     return check
 
@@ -420,6 +447,7 @@ ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     bool_mask_only,
     mask_shared_by_heads,
     no_causal,
+    needs_causal,
     mask_alone,
     causal_only_square,
     window_only_square,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from capture.call.attention_variant import output_dtype
 from replay.kernels.constraints import AnyCall, longest_query
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import imported
@@ -17,8 +18,18 @@ def as_int32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
+def scale_of_keys(call: AnyCall) -> Tensor | None:
+    """Return the scale of the keys, times that of queries in 8 bits, which have the same heads."""
+    if call.query_scale is None or call.key_scale is None:
+        return call.key_scale
+    return call.key_scale * call.query_scale
+
+
 def prepare_batch(call: AnyCall) -> Callable[[], Tensor]:
-    """Return `paged_batch` for a call with a page table, whose queries are packed or padded."""
+    """Return `paged_batch` for a call with a page table, whose queries are packed or padded.
+
+    Queries in 8 bits are converted to bfloat16, without their scale, which makes them exact.
+    """
     attend = imported("attention_kernels.decode.paged_batch", "paged_batch")
     assert call.page_table is not None
     assert call.seqused_k is not None
@@ -28,7 +39,6 @@ def prepare_batch(call: AnyCall) -> Callable[[], Tensor]:
     if offsets is None:
         offsets = torch.arange(batch + 1, device=call.query.device) * q_len
     arguments = (
-        query_THD,
         call.key.transpose(1, 2),
         call.value.transpose(1, 2),
         as_int32(call.page_table),
@@ -38,12 +48,14 @@ def prepare_batch(call: AnyCall) -> Callable[[], Tensor]:
         call.is_causal,
     )
     options = kernel_options(call.variant)
+    dtype, key_scale = output_dtype(call), scale_of_keys(call)
 
     def run() -> Tensor:
         output_THD: Tensor = attend(
+            query_THD.to(dtype),
             *arguments,
             scale=call.scale,
-            key_scale=call.key_scale,
+            key_scale=key_scale,
             value_scale=call.value_scale,
             sinks=call.sinks,
             options=options,

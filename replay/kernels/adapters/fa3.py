@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call.attention_call import AttentionCall
 from capture.call.per_head import SCALES
 from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
@@ -45,16 +44,10 @@ FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 
 
-def _value_dim(call: AttentionCall) -> str | None:
-    """Allow narrower values only in DeepSeek's prefill."""
-    dims = call.shape.head_dim, call.shape.v_head_dim
-    return None if dims == (192, 128) else limits.same_value_dim(call)
-
-
 _limits = (
     limits.no_dropout,
     limits.half_precision,
-    _value_dim,
+    limits.deepseek_value_dim,
     limits.max_head_dim(256),
 )
 
@@ -99,11 +92,6 @@ def _run_scaled(call: Arguments) -> Tensor:
     given = {name: getattr(call, scale) for name, scale in SCALES.items()}
     descales = {f"{name[0]}_descale": each.expand(sequences, -1) for name, each in given.items()}
     return _run_cached(call, **descales)
-
-
-def _needs_scales(call: AnyCall) -> str | None:
-    given = [getattr(call, name) for name in SCALES.values()]
-    return "needs a scale of query, key and value" if None in given else None
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +175,7 @@ register_adapted(
     _attend_scaled,
     (
         limits.dtypes(FP8),
-        _needs_scales,
+        limits.needs_scales,
         limits.same_value_dim,
         limits.max_head_dim(256),
         limits.head_dim_multiple_of(16),

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from capture.storage.header import dtype_name
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
@@ -76,12 +75,6 @@ def _head_dims(call: AttentionCall) -> str | None:
     return limits.max_head_dim(256)(call)
 
 
-def _bfloat16_sinks(call: AnyCall) -> str | None:
-    if call.sinks is None or call.sinks.dtype == torch.bfloat16:
-        return None
-    return f"takes bfloat16 sinks only, not {dtype_name(call.sinks.dtype)}"
-
-
 def _pages_on_data_centre_gpus(call: AttentionCall) -> str | None:
     if call.page_table is None or call.device.type != "cuda":
         return None
@@ -111,7 +104,7 @@ _limits = (
     limits.half_precision,
     limits.multiple_of_8,
     _head_dims,
-    _bfloat16_sinks,
+    limits.bfloat16_sinks,
 )
 _attend, _prepare = on_bshd(_run)
 register_adapted(

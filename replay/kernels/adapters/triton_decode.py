@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import FEATURES
+from capture.call.attention_variant import FEATURES, output_dtype
 from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
@@ -24,7 +24,7 @@ from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON, imported
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
-from replay.kernels.pages import as_int32, prepare_batch
+from replay.kernels.pages import as_int32, prepare_batch, scale_of_keys
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import adapt, at_once, register_adapted
 
@@ -132,11 +132,12 @@ def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
         return prepare_batch(call)
     paged_decode = imported("attention_kernels.decode.paged_decode", "paged_decode")
     cache = _recorded_pages(call) or paged(call, page_size)[0]
+    dtype, key_scale = output_dtype(call), scale_of_keys(call)
     return lambda: paged_decode(
-        call.query,
+        call.query.to(dtype),
         *cache,
         scale=call.scale,
-        key_scale=call.key_scale,
+        key_scale=key_scale,
         value_scale=call.value_scale,
         is_causal=call.is_causal,
         sinks=call.sinks,

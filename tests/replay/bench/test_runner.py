@@ -117,10 +117,11 @@ def test_baseline_is_what_the_model_called(
 @pytest.mark.parametrize(
     ("backend", "kind", "pinned"),
     [
-        ("vllm-flash_attn", "pages, packed, window", "fa3-kvcache"),
+        ("vllm-flash_attn", "pages, packed, window", "vllm-flash-attn"),
+        ("vllm-flash_attn", "float8, pages, packed, bottom right", "vllm-flash-attn-fp8"),
         ("vllm-flashinfer", "pages, packed, window", "flashinfer-paged"),
         ("vllm-flashinfer", "pages, packed decode", "flashinfer-decode"),
-        ("vllm-triton_attn", "pages, packed decode", "vllm-triton_attn"),
+        ("vllm-triton_attn", "pages, packed decode", "vllm-triton"),
         ("transformers.sdpa", "packed, bottom right", "torch-masked"),
     ],
 )

@@ -111,6 +111,13 @@ ONLY_0_IN_FP8 = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1", "2
             {**FLASH_3, **ONLY_0_IN_FP8},
             0,
         ),
+        (
+            [layer(0, "vllm-flash-attn-fp8"), layer(1, "vllm-flash-attn")],
+            {**FLASH_3, "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
+            0,
+        ),
+        ([layer(0, "vllm-flash-attn")], {"attention_config": {"backend": "FLASH_ATTN"}}, 0),
+        ([layer(0, "vllm-triton")], {"attention_config": {"backend": "TRITON_ATTN"}}, 0),
         # Only one phase of the layer has an FP8 cache, or another layer needs another backend.
         ([layer(0, FP8), layer(0, "fa3", phase="prefill")], FLASH_3, 1),
         ([layer(0, FP8), layer(1, "flashinfer-paged", 4.0)], FLASHINFER, 1),

@@ -34,6 +34,7 @@ def forget() -> Iterator[None]:
 
     def clear() -> None:
         libraries._import.cache_clear()
+        libraries.imported.cache_clear()
         hub._fetch.cache_clear()
         torch_activated._trial.cache_clear()
         torch_varlen._parameters.cache_clear()

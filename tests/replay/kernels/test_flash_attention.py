@@ -88,17 +88,6 @@ def flash_attn_interface(install: Install, variant: str) -> None:
         output = flash_attention(given)
         return output if variant == "a tensor" else (output, torch.empty(0))
 
-    def dequantised(given: SimpleNamespace, name: str) -> Tensor:
-        named = vars(given)
-        tensor, descale = named[name], named[f"{name[0]}_descale"]
-        offsets, key = named.get("cu_seqlens_q"), named["k" if "k" in named else "k_cache"]
-        sequences = len(given.q) if offsets is None else len(offsets) - 1
-        assert tensor.dtype == torch.float8_e4m3fn
-        assert (descale.dtype, *descale.shape) == (torch.float32, sequences, key.shape[-2])
-        of_head = descale.repeat_interleave(tensor.shape[-2] // key.shape[-2], 1)[:, None, :, None]
-        of_tensor = of_head if len(tensor) == sequences else of_head[0, 0]
-        return (tensor.to(torch.bfloat16) * of_tensor).to(torch.bfloat16)
-
     scales = "q_descale=None, k_descale=None, v_descale=None"
 
     install(
@@ -114,6 +103,19 @@ def flash_attn_interface(install: Install, variant: str) -> None:
             f"cu_seqlens_q=None, max_seqlen_q=None, {how}, {scales}"
         )(run),
     )
+
+
+def dequantised(given: SimpleNamespace, name: str) -> Tensor:
+    """Return a tensor in bfloat16; its scales have a row for each sequence."""
+    named = vars(given)
+    tensor, descale = named[name], named[f"{name[0]}_descale"]
+    offsets, key = named.get("cu_seqlens_q"), named["k" if "k" in named else "k_cache"]
+    sequences = len(given.q) if offsets is None else len(offsets) - 1
+    assert tensor.dtype == torch.float8_e4m3fn
+    assert (descale.dtype, *descale.shape) == (torch.float32, sequences, key.shape[-2])
+    of_head = descale.repeat_interleave(tensor.shape[-2] // key.shape[-2], 1)[:, None, :, None]
+    of_tensor = of_head if len(tensor) == sequences else of_head[0, 0]
+    return (tensor.to(torch.bfloat16) * of_tensor).to(torch.bfloat16)
 
 
 @pytest.fixture
@@ -219,6 +221,83 @@ def test_a_kernel_is_exact_on_supported_calls_and_refuses_others(
 
 def _wide(head_dim: int) -> AttentionCall:
     return random_call(head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def vllm(install: Install, request: pytest.FixtureRequest) -> None:
+    """Install the functions that vLLM 0.22.1's backends call; FlashAttention has some version."""
+    version = getattr(request, "param", 3)
+
+    @parameters(
+        "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, "
+        "softmax_scale=None, causal=False, window_size=None, softcap=0.0, block_table=None, "
+        "out=None, scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, "
+        "num_splits=0, fa_version=2, s_aux=None"
+    )
+    def flash_attn_varlen_func(given: SimpleNamespace) -> Tensor:
+        assert (given.cu_seqlens_k is None) == (given.seqused_k is not None)
+        assert given.fa_version == version
+        if version == 3 and given.block_table is not None:
+            assert given.scheduler_metadata == len(given.q), "the schedule of another call"
+        else:
+            assert given.scheduler_metadata is None
+        if given.q_descale is not None:
+            vars(given).update({name: dequantised(given, name) for name in ("q", "k", "v")})
+        given.window_size, given.learnable_sink = given.window_size or (-1, -1), given.s_aux
+        return flash_attention(given)
+
+    @parameters(
+        "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+        "cache_seqlens, qkv_dtype, headdim_v=None, cu_seqlens_q=None, page_size=None, "
+        "causal=False, window_size=(-1, -1), num_splits=0"
+    )
+    def get_scheduler_metadata(given: SimpleNamespace) -> int:
+        assert given.batch_size == len(given.cache_seqlens)
+        return int(given.cu_seqlens_q[-1])
+
+    @parameters(
+        "q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, "
+        "window_size, block_table, softcap, q_descale, k_descale, v_descale, "
+        "seq_threshold_3D=None, num_par_softmax_segments=None, softmax_segm_output=None, "
+        "softmax_segm_max=None, softmax_segm_expsum=None, sinks=None"
+    )
+    def unified_attention(given: SimpleNamespace) -> None:
+        assert given.causal
+        parts, heads = given.num_par_softmax_segments, given.q.shape[1]
+        assert given.softmax_segm_output.shape[:3] == (given.seq_threshold_3D, heads, parts)
+        given.learnable_sink = given.sinks
+        given.out.copy_(flash_attention(given))
+
+    install(
+        "vllm.vllm_flash_attn",
+        version=("vllm", "0.22.1"),
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        get_scheduler_metadata=get_scheduler_metadata,
+    )
+    install(
+        "vllm.v1.attention.backends.fa_utils",
+        get_flash_attn_version=parameters("requires_alibi=False, head_size=None")(
+            lambda given: version
+        ),
+    )
+    install("vllm.v1.attention.ops.triton_unified_attention", unified_attention=unified_attention)
+
+
+@pytest.mark.parametrize("vllm", [2, 3], indirect=True)
+@pytest.mark.usefixtures("vllm")
+def test_flash_attention_of_vllm() -> None:
+    packed = {kind for kind in PACKED if kind != "packed, key lengths"} | {"packed, soft cap"}
+    assert verify_variants("vllm-flash-attn") == packed | PAGES | PAGES_PACKED
+
+
+@pytest.mark.usefixtures("vllm")
+def test_scaled_caches_and_triton_kernel_of_vllm() -> None:
+    float8 = {kind for kind in LIBRARY_CALLS if kind.startswith("float8")}
+    assert verify_variants("vllm-flash-attn-fp8") == float8
+    causal = {kind for kind in PAGES | PAGES_PACKED if LIBRARY_CALLS[kind].is_causal}
+    assert verify_variants("vllm-triton") == causal
+    reason = "for causal calls: this call is not causal"
+    assert catalogue()["vllm-triton"].refuses(LIBRARY_CALLS["pages"]) == reason
 
 
 @pytest.mark.usefixtures("flash_attn_interface")

@@ -56,7 +56,7 @@ BASES: list[dict[str, Any]] = [
     {"q_len": 1, "batch": 2},
     {"q_len": 160, "batch": 2, "attn_mask": PADDING[:, None, None]},
 ]
-"""Basic calls; every kernel supports at least one of them."""
+"""Basic calls; a kernel supports at least one of them, or no call that SDPA has arguments for."""
 
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout makes the output random, so it cannot be judged"),
@@ -100,11 +100,20 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Changes to a call that a kernel may not support, and the sentence that explains why."""
 
+COMMON: dict[str, Any] = {"kv_len": 160, "head_dim": 64, "dtype": torch.float16}
+
+
+def base_of(kernel: Kernel) -> dict[str, Any] | None:
+    """Return what a call needs that the kernel supports; None if it supports no SDPA call."""
+    calls = (each for each in BASES if kernel.unsupported(random_call(**COMMON, **each)) is None)
+    return next(calls, None)
+
+
 ADAPTED = [
     name
     for name, kernel in catalogue().items()
     if kernel.library and not kernel.variant_of
-    if not name.startswith("torch-") and not name.endswith(("-mla", "-paged", "-kvcache-fp8"))
+    if not name.startswith("torch-") and base_of(kernel) is not None
 ]
 """Kernels of libraries. Two kinds are left out: wrappers of PyTorch's SDPA, which repeat PyTorch's
 reasons, and kernels that support no SDPA call."""
@@ -112,9 +121,7 @@ reasons, and kernels that support no SDPA call."""
 
 def supported(kernel: Kernel, **changes: Any) -> AttentionCall:
     """Return a base call that the kernel supports, with some changes."""
-    common: dict[str, Any] = {"kv_len": 160, "head_dim": 64, "dtype": torch.float16}
-    base = next(each for each in BASES if kernel.unsupported(random_call(**common, **each)) is None)
-    return random_call(**{**common, **base, **changes})
+    return random_call(**{**COMMON, **(base_of(kernel) or {}), **changes})
 
 
 @pytest.mark.parametrize("name", ADAPTED)
