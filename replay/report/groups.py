@@ -241,13 +241,14 @@ def _baseline(by_kernel: Mapping[KernelId, Sequence[Row]]) -> str:
     """Return the kernel that most speed-ups are relative to.
 
     Without speed-ups, because every other kernel failed, it is the default baseline, or the only
-    kernel that ran correctly if the default one was not replayed.
+    kernel that ran correctly if the default one was not replayed or does not support the calls.
     """
     rows = [row for of_kernel in by_kernel.values() for row in of_kernel]
     compared = Counter(row.speedup.vs for row in rows if row.speedup is not None)
     if compared:
         return compared.most_common(1)[0][0]
     correct = [kernel for kernel, of in by_kernel.items() if all(row.is_correct for row in of)]
-    if (default := KernelId(DEFAULT_BASELINE)) in by_kernel:
+    default = KernelId(DEFAULT_BASELINE)
+    if any(row.status != "unsupported" for row in by_kernel.get(default, ())):
         return default.name if default in correct else ""
     return correct[0].name if len(correct) == 1 else ""

@@ -123,6 +123,11 @@ def test_answer_of_one_kind_names_its_model() -> None:
     assert answer(matrix([failed, on("a", "mine", speedup=None)])) == (
         "Only mine ran correctly, so nothing is compared."
     )
+    beyond = on("a", "torch-default", status="unsupported", speedup=None)
+    assert [
+        cell.outcome
+        for cell in matrix([beyond, on("a", "torch-masked", speedup=None)]).cells.values()
+    ] == ["cannot", "baseline"]
     assert answer(matrix([on("a", "mine", status="inaccurate")])) == (
         "No kernel tested ran correctly."
     )
