@@ -1,7 +1,9 @@
 """Tuning of block-sparse attention, with an emulated kernel whose time is that of its blocks."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,6 +106,30 @@ def test_tuned_plan_has_a_share_for_each_head(model: Denoiser, tmp_path: Path) -
     assert set(examined.left_out.values()) == {"is shorter than 8 queries or 32 keys"}
     examined.save(tmp_path / "copy.json")
     assert Examination.load(tmp_path / "copy.json") == examined
+
+
+def test_tuning_says_which_calls_it_had_no_time_to_examine(
+    model: Denoiser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tuning_stages, "LEAST_SAVED", 1e-6)
+    runnable = live_runnable(model, lambda: model(torch.ones(1, 64, 32), 0), None)
+    tuning = tune_runnable(
+        runnable,
+        "relative_l1=1",
+        kernels="torch-default",
+        sparse=replace(EMULATED, pace=Mock(side_effect=TimeoutError)),
+        out=tmp_path / "plan.json",
+        rounds=1,
+    )
+    said = "2 of 3 calls not examined for sparse attention"
+    assert f"undecided: time ran out with {said}, and without these" in str(tuning)
+    err = capsys.readouterr().err
+    assert "replay: examining 3 calls for sparse attention" in err
+    assert said in err
+    assert "no sparse attention at 1 layer (is shorter than" in err
 
 
 @pytest.mark.slow
