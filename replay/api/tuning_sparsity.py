@@ -102,12 +102,12 @@ def sparse_candidates(
 def _left_out(found: Examination, entries: Sequence[FileEntry]) -> str:
     """Return a sentence about the layers without sparse attention, and the reasons."""
     layers = {
-        (entry.origin.module, entry.origin.phase, reason)
+        (entry.origin.module, reason)
         for entry in entries
         if (reason := found.left_out.get(entry.path.stem)) is not None
     }
     parts = [
         f"{counted(number, 'layer')} ({reason})"
-        for reason, number in Counter(reason for *_, reason in layers).most_common()
+        for reason, number in Counter(reason for _, reason in layers).most_common()
     ]
     return f"no sparse attention at {', '.join(parts)}"

@@ -8,6 +8,7 @@ from replay.kernels.kernel_names import shortened
 from replay.plan.plan import LayerChoice, Plan
 from replay.plan.step_ranges import StepRange
 from replay.report.cells import speedup_text
+from replay.report.plan_tables import layers_of, of_phases
 from replay.rows.row import Speedup
 from replay.tune.quality import Quality
 
@@ -37,19 +38,17 @@ def used_kernels(plan: Plan) -> str:
 
     Only layers with recorded calls count, such as those of a pipeline's denoiser.
     """
-    layers = len({(each.module, each.phase) for each in plan.choices if each.covered})
+    covered = [each for each in plan.choices if each.covered]
+    layers = layers_of(covered)
     used: dict[str, list[LayerChoice]] = {}
     for each in plan.choices:
         if each.kernel != (each.baseline or plan.baseline):
             used.setdefault(shortened(each.kernel), []).append(each)
-    places = {
-        kernel: len({(each.module, each.phase) for each in choices})
-        for kernel, choices in used.items()
-    }
     parts = [
-        f"{kernel} in {places[kernel]} of {layers} layer{'s' * (layers != 1)}"
-        + _when(used[kernel], plan.steps)
-        for kernel in sorted(used, key=lambda kernel: -places[kernel])
+        f"{kernel} in {layers_of(choices)} of {layers} layer{'s' * (layers != 1)}"
+        + of_phases(choices, covered)
+        + _when(choices, plan.steps)
+        for kernel, choices in sorted(used.items(), key=lambda item: -layers_of(item[1]))
     ]
     return ", ".join(parts)
 

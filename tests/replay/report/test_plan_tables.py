@@ -9,6 +9,7 @@ from replay.plan.plan import Budget, LayerChoice, Plan, TotalError, Worst
 from replay.plan.step_ranges import StepRange
 from replay.plan.uniform import Uniform
 from replay.report.plan_tables import fold, print_plan
+from replay.report.tuning import used_kernels
 from tests.printed import printed
 
 BUDGET = Budget("cosine", 0.998)
@@ -130,6 +131,17 @@ def test_uncovered_layers_and_exceeded_budgets_are_reported() -> None:
     assert "every choice of kernels has a total error above 0.5, so all layers keep" in told
     assert "1 of 3 layers were not captured and keep the model's own attention: record" in told
     assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep the model's own" in told
+
+
+def test_a_layer_with_two_phases_is_one_layer() -> None:
+    layers = [choice(f"blocks.{layer}.a") for layer in range(4)]
+    options = {"phase": "decode", "kernel": "torch-default", "covered": False, "inside": False}
+    choices = [*layers, *(replace(each, **options) for each in layers)]
+    told = re.sub(r"\s+", " ", report(choices))
+    assert "; 4 layers: sage1 at 4 in denoise, torch-default at 4 in decode" in told
+    assert "4 of 4 layers in decode were not captured" in told
+    plan = Plan("llama", "trained", BUDGET, "torch-default", choices)
+    assert used_kernels(plan) == "sage1 in 4 of 4 layers"
 
 
 def test_each_kernel_alone_has_a_line() -> None:
