@@ -182,7 +182,7 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
     failed |= {
         f"{checked.kernel} in {checked.model} ({'wrong' if checked.wrong else checked.status})"
         for checked in checks
-        if checked.status != "ok" or checked.wrong
+        if checked.status not in ("ok", "unsupported") or checked.wrong
     }
     if check and failed:
         say(f"failed: {', '.join(sorted(failed))}")
