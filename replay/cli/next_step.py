@@ -89,6 +89,9 @@ def next_step(
             examine = shlex.join(["replay", "doctor", "--model", "llama", "--kernels", *own[:1]])
             return f"check {own[0]} on the calls of a model: {examine}"
         return "record what a model really computes: capture --model llama"
+    if verb in ("", "verify") and not given.get("plan") and _has_gradients(dataset):
+        measure = _command(arguments, verb, "--backward")
+        return f"gradients were recorded, so measure training steps too: {measure}"
     gaining = _gaining(found)
     if verb == "" and not gaining:
         is_busy = any(cell.reason == BUSY for cell in found.cells.values())
@@ -184,6 +187,11 @@ def _can_be_rebuilt(
     except Error:
         return False
     return bool(captures)
+
+
+def _has_gradients(dataset: Dataset | None) -> bool:
+    entries = dataset.entries if dataset else []
+    return any("grad_output" in entry.header.dtypes for entry in entries)
 
 
 def _whole_captures(dataset: Dataset | None) -> list[CaptureRecord]:
