@@ -137,8 +137,6 @@ class Rows(list[Row]):
         """
         if not isinstance(path, str | os.PathLike):
             raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")
-        if not os.path.exists(path):
-            raise RowsError(f"there is no file {path}: write one with `replay --json FILE`")
         rows, is_cut_off = read_jsonl(Path(path))
         if is_cut_off:
             warnings.warn(f"{path} ends within a row: its replay was interrupted", stacklevel=2)
