@@ -46,7 +46,7 @@ from replay.plan.plan import Budget, Plan
 from replay.sketches.make_sketch import make_sketch
 from replay.sketches.sketch import ErrorSketch
 from replay.sparsity.candidates import SparseCandidates
-from replay.sparsity.examined_calls import examine
+from replay.sparsity.examined_calls import Examination, examine
 from replay.sparsity.foretold_sensitivity import DIRECTIONS, by_head, kernels_of
 from replay.sparsity.settings import DENSE, Setting, named, shares_of
 from replay.tune.directory import TuningDirectory
@@ -157,7 +157,8 @@ class Problem:
         workloads = [Workload.of(RecordedSource(entry)) for entry in entries]
         own = dict.fromkeys((each.name for each in workloads), OWN)
         device, limit = torch.device("cpu"), TimeLimit(None)
-        found = examine(workloads, EMULATED, settings, own, device, RunPace(), limit)
+        found = Examination()
+        examine(workloads, EMULATED, settings, own, device, RunPace(), limit, found)
         self.candidates = SparseCandidates(EMULATED.name, settings, found.calls)
         self._maker = WithinTotal(
             self.rows, self.capture.census, Budget("relative_l1", 1e9), OWN, more=self.candidates

@@ -74,25 +74,24 @@ def examine(
     device: torch.device,
     progress: RunPace,
     limit: TimeLimit,
-    found: Examination | None = None,
-) -> Examination:
+    found: Examination,
+) -> None:
     """Examine recorded calls. The kernel is timed once for the calls of one form.
 
     Args:
         own: kernel that the model itself ran, by call; calls without one are not examined.
         progress: receives each stage.
         limit: time after which no call is begun; `Examination.has` tells which calls were left.
-        found: an earlier examination to go on with.
+        found: receives the results; its calls are not examined again.
     """
-    found = found or Examination()
     paces: dict[object, Pace | str | None] = {}
     policies = [setting.policy for setting in settings]
 
-    def examined(workload: Workload) -> None:
+    def reason_without(workload: Workload) -> str | None:
+        """Examine a call; return the reason if sparse attention is of no use there."""
         call = workload.load_to_judge(device)
         if (reason := kernel.refuses(call)) is not None:
-            found.left_out[workload.name] = reason
-            return
+            return reason
         rows, keys = kernel.block_sizes(call)
         name = own[workload.name]
         form = call.shape, call.dtype, call.is_causal, name
@@ -100,18 +99,15 @@ def examine(
             progress.enter(f"{kernel.name} on {workload.name}")
             paces[form] = _paced(kernel, call, name, keys, limit)
         pace = paces[form]
-        if pace is None:
-            return
-        if isinstance(pace, str):
-            found.left_out[workload.name] = pace
-            return
+        if not isinstance(pace, Pace):
+            return pace
         progress.enter(f"errors of heads on {workload.name}")
         try:
             errors = head_errors(call, policies, rows, keys)
         except ValueError as error:
-            found.left_out[workload.name] = str(error)
-            return
+            return str(error)
         found.calls[workload.name] = ExaminedCall(errors, pace)
+        return None
 
     waiting = [each for each in workloads if each.name in own and not found.has(each.name)]
     progress.expect(Counter({"call": len(waiting)}))
@@ -119,8 +115,8 @@ def examine(
         for workload in waiting:
             if limit.left:
                 with progress.running("call"):
-                    examined(workload)
-    return found
+                    if (reason := reason_without(workload)) is not None:
+                        found.left_out[workload.name] = reason
 
 
 def _paced(
