@@ -16,7 +16,7 @@ from replay.cli.shared_options import OPTIONS, SHAPE, VALUES
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
 from replay.report.matrix import BUSY, Matrix, matrix
-from replay.rows.row import KernelId, Row, Speedup
+from replay.rows.row import Row, Speedup
 
 OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--tolerances")
 """Options that `plan` and `verify` share with the default verb."""
@@ -67,8 +67,11 @@ def next_step(
         return f"find out which gradients are wrong, and why: {examine}"
     baselines = {kind.baseline for kind in found.kinds}
     compared = [kernel for kernel in found.kernels if kernel.name not in baselines]
-    wrong = [kernel.name for kernel in compared or found.kernels if _is_wrong(found, kernel)]
-    is_none_correct = all(_ran_nowhere(found, kernel) for kernel in compared or found.kernels)
+    outcomes = {each: {cell.outcome for cell in found.row(each)} for each in found.kernels}
+    wrong = [each.name for each in compared or found.kernels if "wrong" in outcomes[each]]
+    is_none_correct = all(
+        outcomes[each] <= {"wrong", "cannot"} for each in compared or found.kernels
+    )
     own = list(dict.fromkeys(row.kernel for row in rows if ".py:" in row.kernel))
     own_wrong = [kernel for kernel in own if kernel in wrong]
     is_joined = given.get("join_ranks") or given.get("env") or given.get("ray")
@@ -131,15 +134,6 @@ def _charts(arguments: argparse.Namespace) -> str:
     else:
         look = _command(arguments, arguments.verb, "--report", "out.html")
     return f"look at it as charts, and send it to others: {look}"
-
-
-def _is_wrong(found: Matrix, kernel: KernelId) -> bool:
-    return any(cell.outcome == "wrong" for cell in found.row(kernel))
-
-
-def _ran_nowhere(found: Matrix, kernel: KernelId) -> bool:
-    """Return True if a kernel is wrong or cannot run in every kind of call."""
-    return all(cell.outcome in ("wrong", "cannot") for cell in found.row(kernel))
 
 
 def _gaining(found: Matrix) -> list[str]:

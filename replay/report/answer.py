@@ -91,8 +91,7 @@ def _exact_sentence(
         reason = _reason([cells[at] for at in undecided for cells in rivals])
         kinds = "" if total == 1 else f" {_in_kinds(len(undecided), total)}"
         return f"Undecided{kinds} ({reason}): no exact kernel is shown to be faster than {keep}."
-    kinds = "" if total == 1 else f" in any of {total} kinds of call"
-    kinds = " in either kind of call" if total == 2 else kinds
+    kinds = {1: "", 2: " in either kind of call"}.get(total, f" in any of {total} kinds of call")
     if decided:
         return f"Keep {keep}: no exact kernel is shown to be faster{kinds}."
     return f"Keep {keep}: no kernel tested is faster{kinds}."

@@ -166,18 +166,23 @@ def _figure(figure: float, budget: Budget) -> str:
 
 
 def _total(plan: Plan) -> Text:
-    used: dict[str, list[LayerChoice]] = {}
-    for each in plan.choices:
-        used.setdefault(shortened(each.kernel), []).append(each)
     parts = [
         f"{kernel} at {layers_of(choices)}{of_phases(choices, plan.choices)}"
-        for kernel, choices in sorted(used.items(), key=lambda item: -layers_of(item[1]))
+        for kernel, choices in by_kernel(plan.choices)
     ]
     return Text(
         f"{plan.saved_ms:.4g} ms of attention saved per run (predicted); "
         f"{counted(layers_of(plan.choices), 'layer')}: {', '.join(parts)}",
         "bold",
     )
+
+
+def by_kernel(choices: Iterable[LayerChoice]) -> list[tuple[str, list[LayerChoice]]]:
+    """Return the choices of each kernel, the kernel at most layers first."""
+    found: dict[str, list[LayerChoice]] = {}
+    for each in choices:
+        found.setdefault(shortened(each.kernel), []).append(each)
+    return sorted(found.items(), key=lambda item: -layers_of(item[1]))
 
 
 def layers_of(choices: Iterable[LayerChoice]) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from replay.kernels.kernel_names import shortened
 from replay.plan.plan import LayerChoice, Plan
 from replay.plan.step_ranges import StepRange
 from replay.report.cells import speedup_text
-from replay.report.plan_tables import layers_of, of_phases
+from replay.report.plan_tables import by_kernel, layers_of, of_phases
 from replay.rows.row import Speedup
 from replay.tune.quality import Quality
 
@@ -40,15 +39,13 @@ def used_kernels(plan: Plan) -> str:
     """
     covered = [each for each in plan.choices if each.covered]
     layers = layers_of(covered)
-    used: dict[str, list[LayerChoice]] = {}
-    for each in plan.choices:
-        if each.kernel != (each.baseline or plan.baseline):
-            used.setdefault(shortened(each.kernel), []).append(each)
+    own = plan.baseline
+    used = (each for each in plan.choices if each.kernel != (each.baseline or own))
     parts = [
         f"{kernel} in {layers_of(choices)} of {layers} layer{'s' * (layers != 1)}"
         + of_phases(choices, covered)
         + _when(choices, plan.steps)
-        for kernel, choices in sorted(used.items(), key=lambda item: -layers_of(item[1]))
+        for kernel, choices in by_kernel(used)
     ]
     return ", ".join(parts)
 
