@@ -39,13 +39,14 @@ from replay.api.tuning_recording import recorded
 from replay.api.tuning_stages import Stages
 from replay.distribution.time_limit import TimeLimit
 from replay.end_to_end.model_process import OWN
+from replay.end_to_end.run_pace import RunPace
 from replay.kernels.registry import find
 from replay.plan.choose import WithinTotal
 from replay.plan.plan import Budget, Plan
 from replay.sketches.make_sketch import make_sketch
 from replay.sketches.sketch import ErrorSketch
 from replay.sparsity.candidates import SparseCandidates
-from replay.sparsity.examined_calls import examine
+from replay.sparsity.examined_calls import Examination, examine
 from replay.sparsity.foretold_sensitivity import DIRECTIONS, by_head, kernels_of
 from replay.sparsity.settings import DENSE, Setting, named, shares_of
 from replay.tune.directory import TuningDirectory
@@ -155,9 +156,9 @@ class Problem:
         settings = [Setting("keep", share) for share in SHARES if share < DENSE]
         workloads = [Workload.of(RecordedSource(entry)) for entry in entries]
         own = dict.fromkeys((each.name for each in workloads), OWN)
-        found = examine(
-            workloads, EMULATED, settings, own, torch.device("cpu"), lambda name, run: run()
-        )
+        device, limit = torch.device("cpu"), TimeLimit(None)
+        found = Examination()
+        examine(workloads, EMULATED, settings, own, device, RunPace(), limit, found)
         self.candidates = SparseCandidates(EMULATED.name, settings, found.calls)
         self._maker = WithinTotal(
             self.rows, self.capture.census, Budget("relative_l1", 1e9), OWN, more=self.candidates

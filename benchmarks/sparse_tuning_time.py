@@ -126,7 +126,9 @@ def main() -> None:
             entries = stages.recorded_calls()
             rows = with_nearest(rows, entries)
             with timed("examine sparse attention") as line:
-                found = sparse_candidates(kernel, files, entries, rows, "cuda", quiet=True)
+                found, _ = sparse_candidates(
+                    kernel, files, entries, rows, "cuda", TimeLimit(None), quiet=True
+                )
                 line["detail"] = f"{len(found.calls)} calls"
             if not found.calls:
                 raise SystemExit("sparse attention was examined at no call: see `replay tune`")

@@ -13,7 +13,7 @@ from capture.text.html_table import html_table
 from capture.text.printable import printable
 from replay.report.cells import speedup_text
 from replay.report.groups import Group, group_rows, place
-from replay.report.ranking import Fastest, fastest
+from replay.report.ranking import fastest
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.fields import FIELDS, leaf
 from replay.rows.row import UNCONFIRMED, KernelId, Row
@@ -137,8 +137,6 @@ class Rows(list[Row]):
         """
         if not isinstance(path, str | os.PathLike):
             raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")
-        if not os.path.exists(path):
-            raise RowsError(f"there is no file {path}: write one with `replay --json FILE`")
         rows, is_cut_off = read_jsonl(Path(path))
         if is_cut_off:
             warnings.warn(f"{path} ends within a row: its replay was interrupted", stacklevel=2)
@@ -166,17 +164,14 @@ def _best_of(group: Group, accuracy_class: AccuracyClass) -> Iterator[Row]:
     """Yield a row for each call of a group, from the fastest kernel or the baseline."""
     found = fastest(group, accuracy_class)
     chosen: dict[str, Row] = {}
-    if found is not None and (_is_faster(found) or not group.baseline):
+    is_faster = found and found.speedup and found.speedup.verdict == "fast"
+    if found is not None and (is_faster or not group.baseline):
         chosen = {row.call.name: row for row in group.rows[found.kernel]}
     baseline = group.rows.get(KernelId(group.baseline), [])
     fallback = {row.call.name: row for row in baseline if row.is_correct}
     for call in group.calls:
         if row := chosen.get(call.name) or fallback.get(call.name):
             yield row
-
-
-def _is_faster(found: Fastest) -> bool:
-    return found.speedup is not None and found.speedup.verdict == "fast"
 
 
 def rows_of(given: Rowlike) -> Sequence[Row]:

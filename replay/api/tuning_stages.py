@@ -61,8 +61,9 @@ sensitivities of four prompts held less often on others than plans chosen by sin
 PASS = 2.0
 """Time of a pass with gradients, in runs."""
 
-COMPARING = 0.5
-"""Share of the remaining time limit that comparing kernels may take."""
+COMPARING = EXAMINING = 0.5
+"""Shares of the remaining time limit that comparing kernels may take, and then examining calls for
+sparse attention."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,10 @@ class Stages:
         from replay.sparsity.foretold_sensitivity import DIRECTIONS, by_head, kernels_of
 
         device = self._device(capture)
-        candidates = sparse_candidates(
-            self.sparse, self.files, entries, rows, device, quiet=self.quiet
+        candidates, unexamined = sparse_candidates(
+            self.sparse, self.files, entries, rows, device, self._part(EXAMINING), quiet=self.quiet
         )
+        self._left_out = " and ".join(filter(None, [self._left_out, unexamined]))
         sketch = None
         if candidates.calls:
             names = kernels_of(self.sparse.name)
@@ -226,9 +228,6 @@ class Stages:
             if hidden := {row.call.name for row in before if _is_hidden(row)}:
                 kept = (row for row in before if row.call.name not in hidden)
                 save_jsonl(kept, self.files.rows)
-        left = None
-        if self.limit.seconds is not None:
-            left = max(COMPARING * self._left(), 1.0)
         entries, names = self.recorded_calls(), None
         if self.sparse is not None:  # other steps are there for the errors of sparse attention
             entries = of_one_step(entries)
@@ -238,7 +237,7 @@ class Stages:
             self.kernels,
             MeasureChoice(rounds=rounds_of_a_call(entries, self.rounds), for_model=True),
             RunPlace(device=self._device(capture)),
-            left,
+            self._part(COMPARING).seconds,
             resume=self.files.rows,
         )
         request.check()
@@ -288,7 +287,7 @@ class Stages:
             directions = max(directions // len(runs), 1)
             passes = len(runs) * (1 + directions)
         seconds = passes * run_ms / 1000 * PASS
-        if self.limit.seconds is not None and seconds > SKETCHING * self._left():
+        if not self._part(SKETCHING).allows(seconds):
             return None
         self._say(f"foretelling the output's error with any plan from {passes} passes")
         try:
@@ -446,9 +445,10 @@ class Stages:
         finally:
             judge.around = before
 
-    def _left(self) -> float:
-        assert self.limit.seconds is not None
-        return max(self.limit.seconds - self.limit.elapsed, 0.0)
+    def _part(self, share: float) -> TimeLimit:
+        """Return a share of the remaining time, at least a second."""
+        is_limited = self.limit.seconds is not None
+        return TimeLimit(max(share * self.limit.left, 1.0) if is_limited else None)
 
     def _say(self, sentence: str) -> None:
         if not self.quiet:

@@ -308,8 +308,8 @@ def _variants(
 ) -> tuple[list[list[Variant]], list[ModelResult]]:
     """Group the kernels to run in a model by process; also return results of kernels that failed.
 
-    Different environments never share a process, nor do kernels that require their own. A kernel
-    that supports no call of the model is left out; the replay reports the reason.
+    Different environments never share a process, nor do kernels that require their own. Kernels
+    that refused every call of the replay do not run either.
     """
     from replay.end_to_end.model_check import ModelResult
     from replay.end_to_end.model_process import OWN, ModelRefused, Variant, import_path
@@ -333,14 +333,19 @@ def _variants(
                 row
                 for row in rows
                 if (row.environment, row.kernel) == (environment, kernel.name)
-                and row.status not in ("unavailable", "unsupported")
+                and row.status != "unavailable"
             ]
             if not own_rows or (kernel.name == OWN and is_sdpa):
                 continue
             name = str(own_rows[0].id)
-            if all(row.status in ("crash", "timeout", "error") for row in own_rows):
-                status, reason = own_rows[0].status, own_rows[0].reason
-                reason = f"not run in the model because it failed in the replay: {reason}"
+            ran = [row for row in own_rows if row.status != "unsupported"]
+            if all(row.status in ("crash", "timeout", "error") for row in ran):
+                status, reason = (ran or own_rows)[0].status, (ran or own_rows)[0].reason
+                reason = (
+                    f"not run in the model because it failed in the replay: {reason}"
+                    if ran
+                    else f"refuses every recorded call: {reason}"
+                )
                 failed.append(ModelResult(name, capture.model, capture.weights, status, reason))
                 continue
             process = (environment, kernel.name if kernel.own_process else "")

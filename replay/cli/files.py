@@ -272,31 +272,23 @@ def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
     """Return the rows of the file that `--rows` names; None without this option.
 
     Raises:
-        UsageError: the file does not exist, or `--json` requests measured rows too.
+        UsageError: `--json` requests measured rows too.
         RowsError: the file cannot be read.
     """
     if arguments.rows is None:
         return None
     if arguments.json is not None:
         raise UsageError("--json is for rows that are measured: leave it out, or --rows")
-    return rows_of_file(arguments.rows, "replay plan")
+    return rows_of_file(arguments.rows)
 
 
-def rows_of_file(path: str, command: str = "replay") -> list[Row]:
+def rows_of_file(path: str) -> list[Row]:
     """Return the rows of a file; warn if its last row is incomplete.
 
-    Args:
-        command: command that writes such a file, for the error message.
-
     Raises:
-        UsageError: the file does not exist.
         RowsError: the file cannot be read.
     """
-    try:
-        rows, is_cut_off = read_jsonl(Path(path))
-    except FileNotFoundError:
-        remedy = f"write one with `{command} --json FILE`"
-        raise UsageError(f"there is no file {path}: {remedy}") from None
+    rows, is_cut_off = read_jsonl(Path(path))
     if is_cut_off:
         say(f"{path} ends within a row: its replay was interrupted")
     return rows

@@ -87,9 +87,12 @@ def _run(given: list[str]) -> int:
 
 def _of_a_verb(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """Return a sentence about the first option that only verbs have; empty without one."""
+    options = parser._option_string_actions
     flags = (each.partition("=")[0] for each in given)
     for flag in flags:
-        if flag.startswith("--") and flag not in parser._option_string_actions:
+        if flag.startswith("--") and flag not in options:
+            if longer := [each for each in options if each.startswith(f"{flag}-")]:
+                return f"unknown option {flag}: did you mean {' or '.join(longer)}?"
             parsers = {each: importlib.import_module(VERBS[each]).parser() for each in VERBS}
             verbs = [name for name, each in parsers.items() if flag in each._option_string_actions]
             if flag[2:] in VERBS or verbs:

@@ -16,7 +16,7 @@ from replay.cli.shared_options import OPTIONS, SHAPE, VALUES
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
 from replay.report.matrix import BUSY, Matrix, matrix
-from replay.rows.row import KernelId, Row, Speedup
+from replay.rows.row import Row, Speedup
 
 OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--tolerances")
 """Options that `plan` and `verify` share with the default verb."""
@@ -67,8 +67,11 @@ def next_step(
         return f"find out which gradients are wrong, and why: {examine}"
     baselines = {kind.baseline for kind in found.kinds}
     compared = [kernel for kernel in found.kernels if kernel.name not in baselines]
-    wrong = [kernel.name for kernel in compared or found.kernels if _is_wrong(found, kernel)]
-    is_none_correct = all(_ran_nowhere(found, kernel) for kernel in compared or found.kernels)
+    outcomes = {each: {cell.outcome for cell in found.row(each)} for each in found.kernels}
+    wrong = [each.name for each in compared or found.kernels if "wrong" in outcomes[each]]
+    is_none_correct = all(
+        outcomes[each] <= {"wrong", "cannot"} for each in compared or found.kernels
+    )
     own = list(dict.fromkeys(row.kernel for row in rows if ".py:" in row.kernel))
     own_wrong = [kernel for kernel in own if kernel in wrong]
     is_joined = given.get("join_ranks") or given.get("env") or given.get("ray")
@@ -89,6 +92,9 @@ def next_step(
             examine = shlex.join(["replay", "doctor", "--model", "llama", "--kernels", *own[:1]])
             return f"check {own[0]} on the calls of a model: {examine}"
         return "record what a model really computes: capture --model llama"
+    if verb in ("", "verify") and not given.get("plan") and _has_gradients(dataset):
+        measure = _command(arguments, verb, "--backward")
+        return f"gradients were recorded, so measure training steps too: {measure}"
     gaining = _gaining(found)
     if verb == "" and not gaining:
         is_busy = any(cell.reason == BUSY for cell in found.cells.values())
@@ -128,15 +134,6 @@ def _charts(arguments: argparse.Namespace) -> str:
     else:
         look = _command(arguments, arguments.verb, "--report", "out.html")
     return f"look at it as charts, and send it to others: {look}"
-
-
-def _is_wrong(found: Matrix, kernel: KernelId) -> bool:
-    return any(cell.outcome == "wrong" for cell in found.row(kernel))
-
-
-def _ran_nowhere(found: Matrix, kernel: KernelId) -> bool:
-    """Return True if a kernel is wrong or cannot run in every kind of call."""
-    return all(cell.outcome in ("wrong", "cannot") for cell in found.row(kernel))
 
 
 def _gaining(found: Matrix) -> list[str]:
@@ -184,6 +181,11 @@ def _can_be_rebuilt(
     except Error:
         return False
     return bool(captures)
+
+
+def _has_gradients(dataset: Dataset | None) -> bool:
+    entries = dataset.entries if dataset else []
+    return any("grad_output" in entry.header.dtypes for entry in entries)
 
 
 def _whole_captures(dataset: Dataset | None) -> list[CaptureRecord]:

@@ -25,6 +25,7 @@ from replay.cli.files import (
     say_unwritten,
 )
 from replay.cli.shared_options import VerbParser
+from replay.report.html import chart_library
 from replay.rows.row_files import write_csv
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     budget = None if arguments.budget is None else parse_budget(arguments.budget)
     if arguments.out is not None:
-        check_report()
+        chart_library.require()
     if arguments.plot is not None:
         from replay.report.charts.chart_files import prepare
 
@@ -109,17 +110,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--outputs belongs to the checks of a model: give --checks FILE too")
     if arguments.outputs is not None and not Path(arguments.outputs).is_dir():
         raise UsageError(f"there is no directory {arguments.outputs}: name that of --save-output")
-
-
-def check_report() -> None:
-    """Check, before anything is measured, that a report can be drawn.
-
-    Raises:
-        MissingPackage: the chart library is not installed.
-    """
-    from replay.report.html import chart_library
-
-    chart_library.require()
 
 
 def write(

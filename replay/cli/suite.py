@@ -34,27 +34,10 @@ def parser() -> VerbParser:
         "--max-seq", type=positive, metavar="N", help="maximum length; longer shapes are left out"
     )
     command.add(*VALUES, to=what)
-    how = (
-        "--kernels",
-        "--backward",
-        *TIMING,
-        "--baseline-kernel",
-        "--max-time",
-        DEVICES,
-        "--env",
-        WAITING,
-    )
-    command.group("how to measure, and where", *how)
-    shown = (
-        "--details",
-        "--metric",
-        "--errors-against",
-        "--json",
-        "--resume",
-        "--report",
-        "--check",
-    )
-    command.add_common(command.group("what to show and write", *shown))
+    how = ("--backward", *TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
+    command.group("how to measure, and where", "--kernels", *how)
+    shown = ("--details", "--metric", "--errors-against", "--json", "--resume", "--report")
+    command.add_common(command.group("what to show and write", *shown, "--check"))
     return command
 
 

@@ -14,11 +14,11 @@ from replay.api.messages import shown_steps
 from replay.api.recorded_models import ModelRequest, text_of
 from replay.api.tune_model import tune_runnable
 from replay.cli.files import INCONCLUSIVE, check_files, output_file
-from replay.cli.report import check_report, write
+from replay.cli.report import write
 from replay.cli.shared_options import VerbParser
+from replay.report.html import chart_library
 
 if TYPE_CHECKING:
-    from replay.sparsity.kernel import SparseKernel
     from replay.tune.tuning import Tuning
 
 EXAMPLES = """\
@@ -88,8 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise Error("--out needs a file, next to which the recording is kept: name one")
     check_files(arguments)
     if arguments.report:
-        check_report()
+        chart_library.require()
     prompts, text = prompts_of(arguments), ModelRequest(text=arguments.text).words
+    from replay.sparsity.kernel import SparseKernel
     from replay.tune.quality import parse_quality
 
     parse_quality(arguments.quality)  # before a model is loaded, which may take minutes
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompts=prompts,
             text=text,
             kernels=arguments.kernels,
-            sparse=_sparse(arguments),
+            sparse=SparseKernel() if arguments.sparse else None,
             out=arguments.out,
             max_time=arguments.max_time,
             rounds=arguments.rounds,
@@ -123,14 +124,6 @@ def run(arguments: argparse.Namespace) -> int:
     if result.plan is not None:
         return 0
     return INCONCLUSIVE if result.is_undecided else 1
-
-
-def _sparse(arguments: argparse.Namespace) -> SparseKernel | None:
-    if not arguments.sparse:
-        return None
-    from replay.sparsity.kernel import SparseKernel
-
-    return SparseKernel()
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[str] | None:

@@ -14,9 +14,10 @@ from replay.api.recorded_models import ModelRequest, RecordedModels, recorded_mo
 from replay.api.verify_model import as_json, assignment_of, check_models
 from replay.cli.files import check_files, noted, opened, output_file, rows_of
 from replay.cli.replayed import Replayed, console_of, exit_code, print_next_step, replayed
-from replay.cli.report import check_report, write
+from replay.cli.report import write
 from replay.cli.requests import chosen, recorded_calls, request_of
 from replay.cli.shared_options import TIMING, VerbParser
+from replay.report.html import chart_library
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     check_files(arguments)
     if arguments.report:
-        check_report()
+        chart_library.require()
     rows = rows_of(arguments)
     calls = recorded_calls(arguments)
     model = chosen(ModelRequest, arguments)

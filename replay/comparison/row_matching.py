@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from attention_replay.errors import Error
 from replay.rows.row import CallFacts, KernelId, Row
-from replay.rows.row_files import RowsError, read_jsonl
+from replay.rows.row_files import read_jsonl
 
 
 class ComparisonError(Error):
@@ -56,10 +56,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         RowsError: the file cannot be read.
     """
     name = os.fspath(path)
-    try:
-        stored = read_jsonl(Path(path))
-    except FileNotFoundError:
-        raise RowsError(f"{name}: no such file; write one with `replay --json`") from None
+    stored = read_jsonl(Path(path))
     if not stored.rows:
         raise ComparisonError(f"{name} holds no rows: write it with `replay --json`")
     return Run(name, stored.rows, stored.is_cut_off)

@@ -59,6 +59,10 @@ class Exported:
         return self.planned_ms - sum(loss.lost_ms for loss in self.losses)
 
     def __str__(self) -> str:
+        if not (self.planned_ms or self.losses):
+            return (
+                f"{self.target}: the plan changes nothing: it names no kernel but the model's own"
+            )
         head = f"{self.target}: saves {self.saved_ms:.4g} of the plan's {self.planned_ms:.4g} ms"
         where = f" on {printable(self.device)}" if self.device else ""
         needs = f"; needs {self.needs}" if self.needs else ""

@@ -13,7 +13,7 @@ from replay.rows.row import Row
 
 @dataclass(frozen=True)
 class Uniform:
-    """Results of using one kernel at every layer; all counts are numbers of layers."""
+    """Results of using one kernel at every layer; counts are numbers of layers, in each phase."""
 
     kernel: str
     saved_ms: float | None

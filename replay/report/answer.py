@@ -89,9 +89,9 @@ def _exact_sentence(
     ]
     if undecided:
         reason = _reason([cells[at] for at in undecided for cells in rivals])
-        kinds = "" if total == 1 else f" in {len(undecided)} of {total} kinds of call"
+        kinds = "" if total == 1 else f" {_in_kinds(len(undecided), total)}"
         return f"Undecided{kinds} ({reason}): no exact kernel is shown to be faster than {keep}."
-    kinds = "" if total == 1 else f" in {total} of {total} kinds of call"
+    kinds = {1: "", 2: " in either kind of call"}.get(total, f" in any of {total} kinds of call")
     if decided:
         return f"Keep {keep}: no exact kernel is shown to be faster{kinds}."
     return f"Keep {keep}: no kernel tested is faster{kinds}."
@@ -150,8 +150,14 @@ def _ratios(found: Matrix, kernel: KernelId, kinds: Collection[int]) -> str:
 def _where(found: Matrix, kinds: Sequence[int]) -> str:
     total = len(found.kinds)
     if total > 1:
-        return f"in {len(kinds)} of {total} kinds of call"
+        return _in_kinds(len(kinds), total)
     return f"in {found.kinds[0].model or 'this call'}"
+
+
+def _in_kinds(number: int, total: int) -> str:
+    if number < total:
+        return f"in {number} of {total} kinds of call"
+    return "in both kinds of call" if total == 2 else f"in all {total} kinds of call"
 
 
 def _worst_error(found: Matrix, kernel: KernelId, kinds: Collection[int]) -> float:

@@ -69,14 +69,11 @@ def _group_report(
                 and (column.metric in metrics or "all" in metrics)
                 and (path != "accuracy_class" or len(group.classes) > 1)
             ]
+            headings = [COLUMNS[path].heading for path in paths]
+            lines = [[cell(path, group, name, errors_against) for path in paths] for name in ran]
             # Omit a table that would contain only dashes.
-            if paths:
-                headings = [COLUMNS[path].heading for path in paths]
-                lines = [
-                    [cell(path, group, name, errors_against) for path in paths] for name in ran
-                ]
-                if any(text != "-" for line in lines for text in line):
-                    parts.append(_table(group, ran, headings, lines))
+            if any(text != "-" for line in lines for text in line):
+                parts.append(_table(group, ran, headings, lines))
         if compare_stats:
             parts.append(_stats(group, ran))
         parts.extend(_programs(group, ran))

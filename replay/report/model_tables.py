@@ -83,7 +83,8 @@ def _title(name: str, predicted: PredictedTime | None) -> Text:
 def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
     measured = own.measured[span]
     in_seconds = measured.seconds >= 1
-    has_tokens = measured.tokens_per_second is not None
+    # Tokens of a forward pass alone say nothing about a training step.
+    has_tokens = measured.tokens_per_second is not None and not own.steps
     steps = own.steps if span == RUN else 0
     headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens, *["ms/step"] * bool(steps)]
     table = FittedTable("kernel")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -67,7 +67,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     for note in _notes(plan):
         console.print(Text(printable(note), "yellow"))
     console.print()
-    console.print(Text("one kernel at every layer", "bold"))
+    console.print(Text("one kernel at every layer and phase", "bold"))
     console.print(_uniform_table(uniforms, plan.budget))
 
 
@@ -166,16 +166,34 @@ def _figure(figure: float, budget: Budget) -> str:
 
 
 def _total(plan: Plan) -> Text:
-    used = Counter(
-        kernel for kernel, *_ in {(shortened(each.kernel), _layer(each)) for each in plan.choices}
-    )
-    counts = ", ".join(f"{kernel} at {count}" for kernel, count in used.most_common())
-    layers = len({_layer(choice) for choice in plan.choices})
+    parts = [
+        f"{kernel} at {layers_of(choices)}{of_phases(choices, plan.choices)}"
+        for kernel, choices in by_kernel(plan.choices)
+    ]
     return Text(
         f"{plan.saved_ms:.4g} ms of attention saved per run (predicted); "
-        f"{counted(layers, 'layer')}: {counts}",
+        f"{counted(layers_of(plan.choices), 'layer')}: {', '.join(parts)}",
         "bold",
     )
+
+
+def by_kernel(choices: Iterable[LayerChoice]) -> list[tuple[str, list[LayerChoice]]]:
+    """Return the choices of each kernel, the kernel at most layers first."""
+    found: dict[str, list[LayerChoice]] = {}
+    for each in choices:
+        found.setdefault(shortened(each.kernel), []).append(each)
+    return sorted(found.items(), key=lambda item: -layers_of(item[1]))
+
+
+def layers_of(choices: Iterable[LayerChoice]) -> int:
+    """Return the number of layers; a layer's phases count once."""
+    return len({each.module for each in choices})
+
+
+def of_phases(choices: Iterable[LayerChoice], others: Iterable[LayerChoice]) -> str:
+    """Return the phases of choices, such as ` in decode`; empty if others have the same phases."""
+    phases = {each.phase for each in choices}
+    return "" if phases == {each.phase for each in others} else f" in {', '.join(sorted(phases))}"
 
 
 def _error_sentence(total: TotalError) -> str:
@@ -192,19 +210,20 @@ def _error_sentence(total: TotalError) -> str:
 
 def _notes(plan: Plan) -> list[str]:
     notes = [f"{kernel} left out: {reason}" for kernel, reason in plan.left_out.items()]
-    layers = len({_layer(choice) for choice in plan.choices})
-    missing = len({_layer(each) for each in plan.choices if not each.covered})
-    if missing:
-        notes.append(
-            f"{missing} of {layers} layers were not captured and keep the model's own attention: "
-            "record them too, with a larger --max, or --modules '*' for other components"
-        )
-    outside = len({_layer(each) for each in plan.choices if each.covered and not each.inside})
-    if outside:
-        notes.append(
-            f"{outside} of {layers} layers have no kernel within {plan.budget} and keep "
-            "the model's own attention"
-        )
+    for choices, end in (
+        (
+            [each for each in plan.choices if not each.covered],
+            "were not captured and keep the model's own attention: record them too, with a larger "
+            "--max, or --modules '*' for other components",
+        ),
+        (
+            [each for each in plan.choices if each.covered and not each.inside],
+            f"have no kernel within {plan.budget} and keep the model's own attention",
+        ),
+    ):
+        if choices:
+            number = f"{layers_of(choices)} of {layers_of(plan.choices)} layers"
+            notes.append(f"{number}{of_phases(choices, plan.choices)} {end}")
     return notes
 
 

@@ -74,11 +74,7 @@ def print_tables(
 
 def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
     """Describe the machine and the settings of the replay."""
-    versions = ", ".join(
-        f"{name} {version}"
-        for name in ("torch", "cuda", "triton")
-        if (version := getattr(machine, name))
-    )
+    versions = ", ".join(machine.versions)
     before = settings.calls_before
     lead = f" · {counted(before, 'call')} before each sample" if before else ""
     devices = len({row.ran_on for row in rows} - {""})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from replay.kernels.kernel_names import shortened
 from replay.plan.plan import LayerChoice, Plan
 from replay.plan.step_ranges import StepRange
 from replay.report.cells import speedup_text
+from replay.report.plan_tables import by_kernel, layers_of, of_phases
 from replay.rows.row import Speedup
 from replay.tune.quality import Quality
 
@@ -37,19 +37,15 @@ def used_kernels(plan: Plan) -> str:
 
     Only layers with recorded calls count, such as those of a pipeline's denoiser.
     """
-    layers = len({(each.module, each.phase) for each in plan.choices if each.covered})
-    used: dict[str, list[LayerChoice]] = {}
-    for each in plan.choices:
-        if each.kernel != (each.baseline or plan.baseline):
-            used.setdefault(shortened(each.kernel), []).append(each)
-    places = {
-        kernel: len({(each.module, each.phase) for each in choices})
-        for kernel, choices in used.items()
-    }
+    covered = [each for each in plan.choices if each.covered]
+    layers = layers_of(covered)
+    own = plan.baseline
+    used = (each for each in plan.choices if each.kernel != (each.baseline or own))
     parts = [
-        f"{kernel} in {places[kernel]} of {layers} layer{'s' * (layers != 1)}"
-        + _when(used[kernel], plan.steps)
-        for kernel in sorted(used, key=lambda kernel: -places[kernel])
+        f"{kernel} in {layers_of(choices)} of {layers} layer{'s' * (layers != 1)}"
+        + of_phases(choices, covered)
+        + _when(choices, plan.steps)
+        for kernel, choices in by_kernel(used)
     ]
     return ", ".join(parts)
 

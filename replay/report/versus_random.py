@@ -25,19 +25,13 @@ class Counterparts(NamedTuple):
     is a median over calls that ran with all kinds of values; None if it was not measured."""
 
 
-FIGURES: dict[str, Callable[[Row], float | None]] = {
-    "time": lambda row: row.time_ms.p50 if row.time_ms else None,
-    "speedup": lambda row: row.speedup.ratio if row.speedup else None,
-    "error": lambda row: row.accuracy.reference.relative_l1 if row.accuracy else None,
+FIGURES: dict[str, tuple[Callable[[Row], float | None], str]] = {
+    "speed-up": (lambda row: row.speedup.ratio if row.speedup else None, "{:.2f}×"),
+    "rel L1": (lambda row: row.accuracy.reference.relative_l1 if row.accuracy else None, "{:.1e}"),
     # `gpu_during` is unsuitable, because kernels take turns during that measurement.
-    "power": lambda row: row.energy.power_w if row.energy else None,
+    "W": (lambda row: row.energy.power_w if row.energy else None, "{:.0f}"),
 }
-SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
-    "speedup": ("speed-up", lambda value: f"{value:.2f}×"),
-    "error": ("rel L1", lambda value: f"{value:.1e}"),
-    "power": ("W", lambda value: f"{value:.0f}"),
-}
-"""Headings and formats of the figures shown in the table."""
+"""Figures of the table and their formats, by heading."""
 LEGEND = (
     "random: the figure to its left with standard normal inputs, as a multiple; "
     "matched: the same with the mean and deviation of each recorded channel"
@@ -62,7 +56,7 @@ def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
                 figures = {
                     values: {
                         name: _median([figure(row) for row in column if row])
-                        for name, figure in FIGURES.items()
+                        for name, (figure, _) in FIGURES.items()
                     }
                     for values, column in by_values
                 }
@@ -78,15 +72,17 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
     for group, kernels in counterparts(rows):
         console.print(Text(group.title))
         table = FittedTable("kernel")
-        shown = [name for name in SHOWN if any(each.figures["recorded"][name] for each in kernels)]
+        shown = [
+            name for name in FIGURES if any(each.figures["recorded"][name] for each in kernels)
+        ]
         for name in shown:
-            for heading in (SHOWN[name][0], *KINDS):
+            for heading in (name, *KINDS):
                 table.add_column(heading, justify="right")
         for each in kernels:
             cells = []
             for name in shown:
                 own = each.figures["recorded"][name]
-                cells.append("-" if own is None else SHOWN[name][1](own))
+                cells.append("-" if own is None else FIGURES[name][1].format(own))
                 cells += [_multiple(each.figures[kind][name], own) for kind in KINDS]
             table.add_row(Text(str(each.kernel)), *cells)
         console.print(table)

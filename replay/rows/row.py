@@ -257,6 +257,12 @@ class Machine:
     cores: Annotated[str, "physical cores of the machine"] = ""
     usable_cpus: Annotated[str, "logical CPUs that this process may use"] = ""
 
+    @property
+    def versions(self) -> list[str]:
+        """Versions that decide speed, such as `torch 2.11.0`."""
+        names = ("torch", "cuda", "triton")
+        return [f"{name} {version}" for name in names if (version := getattr(self, name))]
+
 
 @dataclass(frozen=True)
 class Row:

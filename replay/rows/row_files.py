@@ -46,6 +46,10 @@ class RowsError(Error):
     """Reason why a file of rows cannot be used; the message gives the remedy."""
 
 
+class NoRows(RowsError, FileNotFoundError):
+    """Error for a file of rows that does not exist."""
+
+
 class Writable(Protocol):
     """Object with the methods of a text file that writing rows needs."""
 
@@ -190,14 +194,14 @@ def read_jsonl(path: Path) -> StoredRows:
     """Read a file that `write_jsonl` wrote.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        NoRows: the file does not exist.
         RowsError: the file cannot be read, or does not contain rows of this version.
     """
     try:
         # Avoid `splitlines`, which also splits at characters that JSON strings may contain.
         *lines, last = possible(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
-        raise
+        raise NoRows(f"there is no file {path}: write one with `replay --json FILE`") from None
     except OSError as error:
         raise RowsError(
             f"cannot read {path}: {error.strerror}; name a file of `replay --json`"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from capture.call.attention_call import AttentionCall
 from capture.storage.json_data import parsed
+from replay.distribution.time_limit import TimeLimit
+from replay.end_to_end.run_pace import RunPace
 from replay.kernels.failures import classify
 from replay.rows.replacement import replacing
 from replay.sparsity.block_errors import HeadErrors, Sums, head_errors
@@ -26,6 +30,10 @@ class Examination:
 
     calls: dict[str, ExaminedCall] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Return True if a call was examined or left out, and False if there was no time for it."""
+        return name in self.calls or name in self.left_out
 
     def save(self, path: Path) -> None:
         """Write the examination as JSON, in one step.
@@ -59,49 +67,68 @@ class Examination:
 
 
 def examine(
-    workloads: Iterable[Workload],
+    workloads: Sequence[Workload],
     kernel: SparseKernel,
     settings: Sequence[Setting],
     own: Mapping[str, str],
     device: torch.device,
-    around: Callable[[str, Callable[[], None]], None],
-) -> Examination:
+    progress: RunPace,
+    limit: TimeLimit,
+    found: Examination,
+) -> None:
     """Examine recorded calls. The kernel is timed once for the calls of one form.
 
     Args:
         own: kernel that the model itself ran, by call; calls without one are not examined.
-        around: function that shows the progress of a call's examination, and runs it.
+        progress: receives each stage.
+        limit: time after which no call is begun; `Examination.has` tells which calls were left.
+        found: receives the results; its calls are not examined again.
     """
-    found = Examination()
-    paces: dict[object, Pace | str] = {}
+    paces: dict[object, Pace | str | None] = {}
     policies = [setting.policy for setting in settings]
 
-    def examined(workload: Workload) -> None:
+    def reason_without(workload: Workload) -> str | None:
+        """Examine a call; return the reason if sparse attention is of no use there."""
         call = workload.load_to_judge(device)
         if (reason := kernel.refuses(call)) is not None:
-            found.left_out[workload.name] = reason
-            return
+            return reason
         rows, keys = kernel.block_sizes(call)
         name = own[workload.name]
         form = call.shape, call.dtype, call.is_causal, name
         if form not in paces:
-            try:
-                paces[form] = kernel.pace(call, kernel.name, name, keys)
-            except Exception as error:
-                paces[form] = classify(error)[1]
+            progress.enter(f"{kernel.name} on {workload.name}")
+            paces[form] = _paced(kernel, call, name, keys, limit)
         pace = paces[form]
-        if isinstance(pace, str):
-            found.left_out[workload.name] = pace
-            return
+        if not isinstance(pace, Pace):
+            return pace
+        progress.enter(f"errors of heads on {workload.name}")
         try:
             errors = head_errors(call, policies, rows, keys)
         except ValueError as error:
-            found.left_out[workload.name] = str(error)
-            return
+            return str(error)
         found.calls[workload.name] = ExaminedCall(errors, pace)
+        return None
 
+    waiting = [each for each in workloads if each.name in own and not found.has(each.name)]
+    progress.expect(Counter({"call": len(waiting)}))
     with torch.no_grad():
-        for workload in workloads:
-            if workload.name in own:
-                around(workload.name, lambda workload=workload: examined(workload))  # type: ignore[misc]
-    return found
+        for workload in waiting:
+            if limit.left:
+                with progress.running("call"):
+                    if (reason := reason_without(workload)) is not None:
+                        found.left_out[workload.name] = reason
+
+
+def _paced(
+    kernel: SparseKernel, call: AttentionCall, own: str, keys: int, limit: TimeLimit
+) -> Pace | str | None:
+    """Time a kernel; return a reason if it helps no call of this form, or None without time."""
+    try:
+        pace = kernel.pace(call, kernel.name, own, keys, limit)
+    except TimeoutError:
+        return None
+    except Exception as error:
+        return classify(error)[1]
+    if pace.ratio(0.0) >= 1:
+        return "the model's own attention is faster than any share of the blocks"
+    return pace

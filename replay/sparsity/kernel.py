@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from capture.call.attention_call import AttentionCall
+from replay.distribution.time_limit import TimeLimit
 from replay.kernels.libraries import imported
 from replay.kernels.registry import find
 from replay.sparsity.pace import FEW, Pace, pace_of
@@ -31,7 +32,7 @@ class SparseKernel:
     """Name without options."""
     block_sizes: Callable[[AttentionCall], tuple[int, int]] = _sizes
     """Function that returns the number of queries in a tile and of keys in a block."""
-    pace: Callable[[AttentionCall, str, str, int], Pace] = pace_of
+    pace: Callable[[AttentionCall, str, str, int, TimeLimit], Pace] = pace_of
     """Function that times the kernel on a call."""
 
     def unavailable(self, device: torch.device) -> str | None:

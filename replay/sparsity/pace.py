@@ -11,10 +11,12 @@ from functools import partial
 from typing import NamedTuple
 
 from capture.call.attention_call import AttentionCall
+from replay.distribution.time_limit import TimeLimit
 from replay.kernels.registry import find
 from replay.sparsity.settings import DENSE, named
+from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.rounds import measure
-from replay.timing.timer import Cache
+from replay.timing.timer import Cache, first_call
 
 FEW = 0.25
 """Smaller share that is timed; the larger one is all blocks."""
@@ -35,21 +37,30 @@ class Pace(NamedTuple):
         return self.fixed + self.per_block * density
 
 
-def pace_of(call: AttentionCall, kernel: str, own: str, keys: int) -> Pace:
+def pace_of(call: AttentionCall, kernel: str, own: str, keys: int, limit: TimeLimit) -> Pace:
     """Time a kernel on a call at two densities, beside the model's own attention.
 
     Args:
         kernel: name of the kernel without options; it has an option `keep`.
         own: name of the kernel that the model itself runs.
         keys: number of keys in a block.
+        limit: time limit.
 
     Raises:
+        TimeoutError: there is no time for the samples.
         Exception: a kernel failed.
     """
     names = {share: named(kernel, "keep", [share]) for share in (FEW, DENSE)} | {0.0: own}
     runs = {
         share: partial(find(name).attention, **call.arguments()) for share, name in names.items()
     }
+    ms = 0.0
+    for _ in range(2):  # the first call may compile
+        if limit.left:
+            _, ms = first_call(runs[FEW], call.device)
+    # Each share has a call to warm up besides its samples, and all blocks take the longest.
+    if not limit.allows((1 + 1 / FEW) * (1 + MINIMUM_ROUNDS) * ms / 1000):
+        raise TimeoutError
     cache: Cache = "cold" if call.device.type == "cuda" else "warm"
     samples = measure(runs, call.device, cache=cache, rounds=ROUNDS, max_seconds=SECONDS)
     for each in samples.values():

@@ -79,16 +79,14 @@ def _cell(pairs: Sequence[Pair], comparison: Comparison) -> ChangeCell:
         return ChangeCell("mended", speed)
     if speed and speed.verdict in ("slow", "fast"):
         return ChangeCell("slower" if speed.verdict == "slow" else "faster", speed)
-    if any(comparison.hides_speed(pair) or _has_no_interval(pair) for pair in pairs):
+    if any(
+        comparison.hides_speed(pair) or (pair.speed and pair.speed.low is None) for pair in pairs
+    ):
         return ChangeCell("undecided", speed)
     if speed is None:
         is_reference = first.kernel == comparison.baseline
         return ChangeCell("reference kernel" if is_reference else "not timed")
     return ChangeCell("same" if speed.verdict == "same" else "undecided", speed)
-
-
-def _has_no_interval(pair: Pair) -> bool:
-    return pair.speed is not None and pair.speed.low is None
 
 
 def _typical(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | None:

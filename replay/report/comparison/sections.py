@@ -199,18 +199,13 @@ def _machine(comparison: Comparison) -> str:
     """Return a line such as `NVIDIA H100 · torch 2.11 · measured 2026-11-28 08:15 UTC`."""
     after = comparison.after
     machine = next((row.machine for row in after.rows if row.machine.device), Machine())
-    versions = [
-        f"{name} {version}"
-        for name in ("torch", "cuda", "triton")
-        if (version := getattr(machine, name))
-    ]
     times = [
         f"{run.measured_at[:10]} {run.measured_at[11:16]}"
         for run in (comparison.before, after)
         if run.measured_at
     ]
     measured = [f"measured {' and '.join(times)} UTC"] if times else []
-    return printable(" · ".join([_devices(after.devices), *versions, *measured]))
+    return printable(" · ".join([_devices(after.devices), *machine.versions, *measured]))
 
 
 def _notes(comparison: Comparison) -> list[str]:

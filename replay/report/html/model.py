@@ -8,6 +8,7 @@ from typing import Any
 
 from replay.end_to_end import drift
 from replay.end_to_end.predicted_times import RUN
+from replay.report.cells import interval_text
 from replay.report.explanation import span_name
 from replay.sketches.foretold_drift import ForetoldDrift
 
@@ -27,9 +28,8 @@ def answers(checks: Sequence[Check]) -> Iterator[str]:
             continue
         best = max(timed, key=lambda each: _speedup(each, span)["ratio"])
         speedup, predicted = _speedup(best, span), _predicted(best, span)
-        text = f"{best['kernel']} {speedup['ratio']:.2f}×"
-        if speedup["low"] is not None:
-            text += f" ({speedup['low']:.2f}-{speedup['high']:.2f})"
+        ends = speedup["low"], speedup["high"]
+        text = f"{best['kernel']} {interval_text(speedup['ratio'], *ends)}"
         if predicted is not None:
             text += f", predicted {predicted['value']:.2f}×"
         if speedup["verdict"] != "fast":
@@ -79,17 +79,14 @@ def model_data(checks: Sequence[Check]) -> dict[str, Any]:
 
 def _foretold(kernel: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the map of a kernel's or a plan's foretold error, with its rows and columns."""
+    kinds = ("denoising step" if each.isdigit() else "phase" for each in found["columns"])
     return {
         "name": kernel,
         "error": str(ForetoldDrift(**found)),
         "columns": found["columns"],
-        "axis": " or ".join(dict.fromkeys(map(_column_kind, found["columns"]))),
+        "axis": " or ".join(dict.fromkeys(kinds)),
         "shares": found["by_place"],
     }
-
-
-def _column_kind(column: str) -> str:
-    return "denoising step" if column.isdigit() else "phase"
 
 
 def _per_step(checked: Check) -> dict[str, float]:

@@ -121,12 +121,7 @@ def _machine(rows: Sequence[Row]) -> str:
     """Return a line such as `NVIDIA H200 · torch 2.11.0 · 24 calls × 12 kernels that ran`."""
     parts = []
     for machine in dict.fromkeys(row.machine for row in rows if row.machine.device):
-        versions = [
-            f"{name} {version}"
-            for name in ("torch", "cuda", "triton")
-            if (version := getattr(machine, name))
-        ]
-        parts.append(" · ".join([machine.device, *versions]))
+        parts.append(" · ".join([machine.device, *machine.versions]))
     calls = len({row.call.name for row in rows if row.kernel})
     kernels = len({row.id for row in rows if row.accuracy})
     return printable(

@@ -115,7 +115,7 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("before.jsonl", "nope.jsonl"), "nope.jsonl: no such file; write one with"),
+        (("before.jsonl", "nope.jsonl"), "there is no file nope.jsonl: write one"),
         (("before.jsonl", "."), "cannot read .: Is a directory; name a file of `replay --json`"),
         (("before.jsonl", "empty.jsonl"), "empty.jsonl holds no rows"),
         (("before.jsonl", "old.jsonl"), "old.jsonl holds rows in format 1, but this version"),

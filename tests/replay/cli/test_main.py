@@ -127,6 +127,7 @@ def test_random_call_is_replayed(run_cli: RunCli) -> None:
         (("suite", "no.toml"), ("cannot read no.toml (No such file or directory)",)),
         ((*SHAPE, "--call", "x"), ("unknown option --call",)),
         (("--dir", "x", "--mask", "window"), ("unknown option --mask",)),
+        (("--dir", "x", "--max", "1"), ("unknown option --max: did you mean --max-seconds or",)),
         ((*SHAPE, "--timeout", "5"), ("not allowed with argument",)),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),

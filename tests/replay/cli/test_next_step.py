@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from capture.call.attention_call import Origin
 from capture.command_line.parser import OneSentenceParser
@@ -28,11 +30,11 @@ BUSY = "run this again when the machine is less busy"
 COUNTED = census(("layers.0", "prefill", 64, 4))
 
 
-def recording(directory: Path, *captures: CaptureRecord) -> Path:
+def recording(directory: Path, *captures: CaptureRecord, **tensors: Tensor) -> Path:
     directory.mkdir()
     dataset = Dataset(directory, [], list(captures))
     for capture in captures:
-        call = replace(random_call(), origin=Origin(model=capture.model))
+        call = replace(random_call(), origin=Origin(model=capture.model), **tensors)
         path = directory / f"{capture.model}.safetensors"
         dataset.entries.append(PackedCall.of(call).write(path))
     dataset.save_manifest()
@@ -217,6 +219,14 @@ def test_training_leads_to_the_model_and_from_there_to_the_cause(tmp_path: Path)
     rows = [replace(each, call=replace(each.call, grad_output="recorded")) for each in measured()]
     found = command(said("--dir", directory, "--backward", rows=rows))
     assert found[3:] == ["--backward", "--trust-code", "--kernels", "mine"]
+    for given in (["--dir", directory], ["verify", "--dir", directory, "--trust-code"]):
+        assert "--backward" not in said(*given)
+    grad_output = torch.ones_like(random_call().query)
+    trained = str(recording(tmp_path / "trained", capture(), grad_output=grad_output))
+    for given in (["--dir", trained], ["verify", "--dir", trained, "--trust-code"]):
+        hint = said(*given)
+        assert hint.startswith("gradients were recorded, so measure training steps too: ")
+        assert command(hint) == [*given, "--backward"]
     drawn = said("--dir", directory, "--backward")
     assert "verify" not in drawn
     why = said("verify", "--dir", directory, "--trust-code", wrong=["mine.py:attention"])

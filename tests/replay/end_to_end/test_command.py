@@ -230,8 +230,9 @@ def test_kernels_are_chosen(capture_record: CaptureRecord, monkeypatch: pytest.M
         [("y", ())],
         [("torch-math@other", ("python",))],
     ]
-    assert [(each.kernel, each.status) for each in failed] == [("dead", "crash")]
-    assert failed[0].reason.endswith("failed in the replay: because")
+    assert {each.kernel: each.status for each in failed} == {"no": "unsupported", "dead": "crash"}
+    assert failed[0].reason == "refuses every recorded call: because"
+    assert failed[1].reason.endswith("failed in the replay: because")
     # In a model that does not call SDPA, plain SDPA is a kernel like others.
     rows = [replace(rows[0], call=factories.call_facts(entry_point="transformers"))]
     ((plain_sdpa,),), _ = _variants(rows, {HERE: [own]}, {}, capture_record)

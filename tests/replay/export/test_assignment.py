@@ -157,6 +157,14 @@ def test_vllm_has_a_backend_for_each_kind_and_a_cache_for_each_layer(
     assert sum(loss.lost_ms for loss in exported.losses) == lost_ms
 
 
+def test_plan_that_changes_nothing_is_said_to() -> None:
+    exported = export(plan_of(choice("a", "torch-default", 0.0)), "vllm")
+    assert exported.text == "{}\n"
+    assert str(exported) == (
+        "vllm: the plan changes nothing: it names no kernel but the model's own"
+    )
+
+
 def test_losses_have_their_cost_in_speed_and_error() -> None:
     plan = plan_of(
         choice("a.0", "fa3-fp8", 12.0, error=0.08, steps=(0, 3)),

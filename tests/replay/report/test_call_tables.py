@@ -111,13 +111,6 @@ def test_lines_fit_the_terminal_and_keep_whole_names() -> None:
         assert unwrapped(module) in unwrapped(text)
 
 
-def test_metrics_without_figures_have_no_table() -> None:
-    nobody = dict.fromkeys(("energy", "burst_ms", "sustained_ms", "gpu_during"))
-    rows = [replace(row(name, call("a")), **nobody) for name in ("base", "mine")]
-    text = report(rows, metrics=["energy"])
-    assert not re.search(r"^kernel *$", text, re.MULTILINE)
-
-
 def test_the_worst_call_is_named() -> None:
     rows = [
         row("base", call("a")),
@@ -190,19 +183,6 @@ def test_titles_of_kinds_hold_what_differs() -> None:
     assert common_and_own(group_rows(rows, per_call=True))[1] == ["h", "i"]
 
 
-def test_speedup_shows_its_interval_or_why_it_has_none() -> None:
-    def told(before: Sequence[float], after: Sequence[float]) -> str:
-        rows = [row("base", call(), before), row("mine", call(), after, against=before)]
-        text = " ".join(report(rows, ["time"]).split())
-        assert "baseline" in text
-        return text
-
-    assert "1.00× same" in told((1.0,) * 10, (1.0,) * 10)
-    assert "2.00× (2.00-2.00)" in told((1.0,) * 10, (0.5,) * 10)
-    assert "? (" in told((1.0, 1.3, 0.8, 1.1, 0.9) * 2, (1.0,) * 10)
-    assert "too few rounds" in told((1.0,) * 5, (0.5,) * 5)
-
-
 def test_few_rounds_are_shown() -> None:
     few = report([row("base", call(), (1.0,) * 9), row("mine", call(), (1.0,) * 30)], ["time"])
     heading, base, mine = (line.split() for line in few.splitlines()[2:5])
@@ -246,12 +226,15 @@ def test_training_times_rank_kernels_where_backward_was_measured() -> None:
     assert "base 4 ms forward and backward" in printed(print_first_screen, rows, heading="")
 
 
-def test_no_table_shows_passes_that_were_not_timed() -> None:
+def test_no_table_shows_what_was_not_measured() -> None:
     rows = [row("base", call(), (1.0,) * 6), row("mine", call(), (2.0,) * 6, against=(1.0,) * 6)]
-    shown = printed(print_report, rows, metrics=["all"])
-    assert "speed-up" in shown
-    assert "backward" not in shown
-    assert "both" not in shown
+    shown = report(rows)
+    assert not {"backward", "both"} & set(shown.split())
+    assert re.search("^base .* baseline", shown, re.MULTILINE)
+    assert re.search(r"^mine .* 0\.50× \(0\.50-0\.50\)", shown, re.MULTILINE)
+    nothing = dict.fromkeys(("energy", "burst_ms", "sustained_ms", "gpu_during"))
+    without = report([replace(each, **nothing) for each in rows], ["energy"])
+    assert not re.search(r"^kernel *$", without, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +252,8 @@ def test_no_table_shows_passes_that_were_not_timed() -> None:
 )
 def test_interval_reads_as_a_tie_only_if_it_is_one(low: float, high: float, text: str) -> None:
     assert speedup_text(speedup(1.01, low, high)) == text
+    few = replace(speedup(), low=None, high=None, reason="too-few-rounds")
+    assert speedup_text(few) == "too few rounds"
 
 
 def test_decode_calls_of_very_different_caches_are_apart() -> None:

@@ -80,7 +80,7 @@ FAST = [on("a", "mine", 0.5), on("b", "mine", 0.8)]
     ("rivals", "expected"),
     [
         ([on("a", "mine"), on("b", "mine", 2.0)],
-         "Keep base: no kernel tested is faster in 3 of 3 kinds of call."),
+         "Keep base: no kernel tested is faster in any of 3 kinds of call."),
         ([quantised("a", "sage", 2.0)],
          "Keep base: no other exact kernel was tested."),
         ([on("a", "mine", status="error")],
@@ -95,13 +95,13 @@ FAST = [on("a", "mine", 0.5), on("b", "mine", 0.8)]
          "Undecided in 1 of 3 kinds of call (busy machine): no exact kernel is shown to be faster "
          "than base."),
         ([on("a", "mine", (0.99, 1.05) * 5), on("b", "mine", 2.0)],
-         "Keep base: no kernel tested is faster in 3 of 3 kinds of call."),
+         "Keep base: no kernel tested is faster in any of 3 kinds of call."),
         ([on("a", "mine", 0.5, flags=(BUSY,)), quantised("a", "sage", 0.5)],
-         "Keep base: no exact kernel is shown to be faster in 3 of 3 kinds of call. sage is 2.00× "
-         "in 1 of 3 kinds of call, quantised: relative error 3.1e-02."),
+         "Keep base: no exact kernel is shown to be faster in any of 3 kinds of call. sage is "
+         "2.00× in 1 of 3 kinds of call, quantised: relative error 3.1e-02."),
         ([on("a", "mine"), quantised("a", "sage", 2.0),
           on("a", "few", 0.1, accuracy_class="sparse")],
-         "Keep base: no kernel tested is faster in 3 of 3 kinds of call."),
+         "Keep base: no kernel tested is faster in any of 3 kinds of call."),
         ([*FAST, quantised("a", "sage", 0.6), quantised("b", "sage", 0.4)],
          "mine: 1.25× to 2.00× in 2 of 3 kinds of call; elsewhere keep base. sage is 2.50× in 1 of "
          "3 kinds of call, quantised: relative error 3.1e-02."),
@@ -109,6 +109,18 @@ FAST = [on("a", "mine", 0.5), on("b", "mine", 0.8)]
 )  # fmt: skip
 def test_answer_names_only_kernels_that_gain(rivals: list[Row], expected: str) -> None:
     assert answer(matrix([*(on(call, "base") for call in "abc"), *rivals])) == expected
+
+
+def test_answer_of_all_kinds_counts_none() -> None:
+    def answered(calls: str, **times: float) -> str:
+        kernels = {"base": 1.0, **times}
+        return answer(matrix([on(call, *each) for call in calls for each in kernels.items()]))
+
+    assert answered("ab", mine=0.8) == "mine: 1.25× in both kinds of call, same output."
+    assert answered("abc", mine=0.8) == "mine: 1.25× in all 3 kinds of call, same output."
+    assert answered("ab", mine=2.0) == (
+        "Keep base: no kernel tested is faster in either kind of call."
+    )
 
 
 def test_answer_of_one_kind_names_its_model() -> None:

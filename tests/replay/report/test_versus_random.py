@@ -43,15 +43,15 @@ def test_figures_are_medians_over_calls_that_have_all_counterparts() -> None:
     ((group, (fast,)),) = counterparts(rows())
     assert (group.weights, fast.kernel.name, fast.calls) == ("trained", "fast", 2)
     assert fast.figures == {
-        "recorded": {"time": 3.0, "speedup": 2.0, "error": 0.03, "power": 610.0},
-        "random": {"time": 2.0, "speedup": 3.0, "error": 0.01, "power": 510.0},
-        "matched": {"time": 3.0, "speedup": 2.0, "error": 0.06, "power": 610.0},
+        "recorded": {"speed-up": 2.0, "rel L1": 0.03, "W": 610.0},
+        "random": {"speed-up": 3.0, "rel L1": 0.01, "W": 510.0},
+        "matched": {"speed-up": 2.0, "rel L1": 0.06, "W": 610.0},
     }
 
 
 def test_power_is_that_of_the_kernel_alone() -> None:
     ((_, (fast,)),) = counterparts(rows(watts=False))
-    assert fast.figures["recorded"]["power"] is None
+    assert fast.figures["recorded"]["W"] is None
     lines = printed(print_versus_random, rows(), width=100).splitlines()
     (line,) = [line for line in lines if line.startswith("fast")]
     assert line.split() == [

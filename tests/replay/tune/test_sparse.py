@@ -1,7 +1,10 @@
 """Tuning of block-sparse attention, with an emulated kernel whose time is that of its blocks."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from replay.sparsity.examined_calls import Examination
 from replay.sparsity.kernel import SparseKernel
 from replay.sparsity.settings import shares_of
 from replay.tune.recorded_calls import chosen_steps
+from replay.tune.tuning import Tuning
 from tests.replay.api.test_tune_model import Layer
 from tests.replay.tune.test_steps import census
 
@@ -64,6 +68,11 @@ def _without_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_check, "paired_speedup", lambda *times: fast)
 
 
+def tune(runnable: Any, quality: str, out: Path, **options: Any) -> Tuning:
+    options = {"kernels": "torch-default", "sparse": EMULATED, "rounds": 1, **options}
+    return tune_runnable(runnable, quality, out=out, **options)
+
+
 def test_tuned_plan_has_a_share_for_each_head(model: Denoiser, tmp_path: Path) -> None:
     start = torch.randn(1, 64, 32)
 
@@ -74,15 +83,7 @@ def test_tuned_plan_has_a_share_for_each_head(model: Denoiser, tmp_path: Path) -
         return states
 
     out = tmp_path / "plan.json"
-    tuning = tune_runnable(
-        live_runnable(model, run, None),
-        f"relative_l1={LIMIT}",
-        kernels="torch-default",
-        sparse=EMULATED,
-        out=out,
-        rounds=1,
-        quiet=True,
-    )
+    tuning = tune(live_runnable(model, run, None), f"relative_l1={LIMIT}", out, quiet=True)
     plan = tuning.plan
     assert plan is not None
     assert tuning.quality is not None
@@ -106,16 +107,28 @@ def test_tuned_plan_has_a_share_for_each_head(model: Denoiser, tmp_path: Path) -
     assert Examination.load(tmp_path / "copy.json") == examined
 
 
+def test_tuning_says_which_calls_it_had_no_time_to_examine(
+    model: Denoiser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(tuning_stages, "LEAST_SAVED", 1e-6)
+    runnable = live_runnable(model, lambda: model(torch.ones(1, 64, 32), 0), None)
+    late = replace(EMULATED, pace=Mock(side_effect=TimeoutError))
+    tuning = tune(runnable, "relative_l1=1", tmp_path / "plan.json", sparse=late)
+    said = "2 of 3 calls not examined for sparse attention"
+    assert f"undecided: time ran out with {said}, and without these" in str(tuning)
+    err = capsys.readouterr().err
+    assert "replay: examining 3 calls for sparse attention" in err
+    assert said in err
+    assert "no sparse attention at 1 layer (is shorter than" in err
+
+
 @pytest.mark.slow
 def test_trained_flux_is_tuned_within_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _without_times(monkeypatch)
     runnable, _ = trained_runs("flux", 1, steps=2)
-    out = tmp_path / "plan.json"
-    result = tune_runnable(
-        runnable, "psnr=30", kernels="torch-default", sparse=EMULATED, out=out, rounds=1, quiet=True
-    )
+    result = tune(runnable, "psnr=30", tmp_path / "plan.json", quiet=True)
     assert result.plan is not None
     assert result.quality is not None
     assert result.quality.worst >= 30
