@@ -81,6 +81,8 @@ def hopper_prefill(
         ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
             do not fit together, the tensors' types differ, or they do not have 16 bits.
     """
+    if not query.ndim == key.ndim == value.ndim == 4:  # the rest is checked once for each shape
+        check_shapes(query.shape, key.shape, value.shape)
     for dim in (query.shape[3], value.shape[3]):
         if not 8 <= dim <= LARGEST_HEAD_DIM or dim % 8:
             raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")

@@ -47,12 +47,12 @@ def no_mask(call: AnyCall) -> str | None:
 
 
 def no_causal(call: AnyCall) -> str | None:
-    return "takes no is_causal" if call.is_causal else None
+    return "takes no causal calls" if call.is_causal else None
 
 
 def mask_or_causal(call: AnyCall) -> str | None:
     both = call.attn_mask is not None and call.is_causal
-    return "attn_mask and is_causal together" if both else None
+    return "takes no attn_mask in causal calls" if both else None
 
 
 def bool_mask_only(call: AnyCall) -> str | None:

@@ -122,7 +122,7 @@ def _mask_alone(call: AnyCall) -> str | None:
     diagonal = call.is_causal or call.variant.window != (None, None)
     if call.attn_mask is None or not (diagonal or call.seqused_k is not None):
         return None
-    return "attn_mask beside is_causal, a window or lengths of keys"
+    return "attn_mask beside a causal mask, a window or lengths of keys"
 
 
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
