@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu import MACHINE, write_measured
 from capture.call.attention_call import AttentionCall
+from replay.accuracy.reference import attention
 from replay.kernels.registry import find
 
 KERNELS = (
@@ -53,7 +54,7 @@ def errors(_: str, device: torch.device) -> Iterator[dict[str, Any]]:
     for mean in MEANS:
         for length in LENGTHS:
             call = _call(length, mean, device)
-            expected = _attention(call)
+            expected = attention(call)
             for name in KERNELS:
                 kernel = find(name)
                 if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
@@ -75,11 +76,6 @@ def _call(length: int, mean: int, device: torch.device) -> AttentionCall:
         return torch.randn(shape, device=device, generator=generator).bfloat16()
 
     return AttentionCall(normal(QUERIES), normal(length), normal(length) + mean)
-
-
-def _attention(call: AttentionCall) -> Tensor:
-    query, key, value = (each.double() for each in (call.query, call.key, call.value))
-    return (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
 
 
 if __name__ == "__main__":

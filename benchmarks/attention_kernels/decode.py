@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.quantised_cache import QuantisedCache, quantise_cache
@@ -29,6 +28,7 @@ from benchmarks.engine_kernels import uneven
 from benchmarks.gpu import MACHINE, timed, write_measured
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.kernel_options import kernel_options
 from replay.timing.roof import measure_roof
 
@@ -39,8 +39,6 @@ LATENT_PAGE_SIZE = 64
 """Page size of FlashMLA, in tokens."""
 LONG, SHORT = 131072, 1024
 IN_8_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-ERRORS = {"fp8": 0.08, "int8": 0.03}
-"""Maximum error of 8-bit caches relative to the output's norm; 16 bits may have 0.01."""
 
 COLUMNS = ("case", "keys", "cache", "tiling", "ms", "least, ms", "floor / time", *MACHINE)
 
@@ -176,29 +174,21 @@ def _said(tiles: Tiling) -> str:
     return f"plan {tiles.block_n} keys, {tiles.warps} warps, {tiles.stages} stages, {parts}"
 
 
-def expected(case: Case, n: int) -> Tensor:
-    """Compute the output (1, Hq, Sq, Dv) of sequence `n` in float32."""
-    call, own = case.call, slice(n, n + 1)
-    seen = slice(case.lengths[n])
-    q_len = call.query.shape[2]
-    mask = torch.ones(q_len, case.lengths[n], dtype=torch.bool, device=DEVICE)
-    if call.is_causal:
-        mask = mask.tril(case.lengths[n] - q_len)
-    return scaled_dot_product_attention(
-        call.query[own].float(),
-        call.key[own, :, seen].float(),
-        call.value[own, :, seen].float(),
-        attn_mask=mask,
-        enable_gqa=True,
-    )
+def check(case: Case, name: str, output: Tensor) -> None:
+    """Judge the outputs of the longest and of the shortest sequence.
 
-
-def error(output: Tensor, references: dict[int, Tensor]) -> float:
-    """Return the largest error of the sequences in `references`, relative to the norm."""
-    return max(
-        float((output[n : n + 1].float() - right).norm() / right.norm())
-        for n, right in references.items()
-    )
+    Raises:
+        SystemExit: an output is wrong.
+    """
+    call = case.call
+    for n in {case.lengths.index(pick(case.lengths)) for pick in (max, min)}:
+        own, seen = slice(n, n + 1), slice(case.lengths[n])
+        key, value = (each[own, :, seen] for each in (call.key, call.value))
+        alone = replace(call, query=call.query[own], key=key, value=value, seqused_k=None)
+        is_16_bit = name.startswith("16 bits")
+        verdict = judge(output[own], Expected.of(alone), "exact" if is_16_bit else "quantised")
+        if not verdict.passed:
+            raise SystemExit(f"{case.name}, {name}: {verdict.sentence}")
 
 
 def lines(group: str, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -224,15 +214,11 @@ def lines_of(case: Case, copied: float) -> Iterator[dict[str, Any]]:
         "is_causal": call.is_causal,
         "options": kernel_options(call.variant),
     }
-    places = {case.lengths.index(pick(case.lengths)) for pick in (max, min)}
-    references = {n: expected(case, n) for n in places}
     caches = {name: cache_of(name, call, in_pages) for name in case.caches}
     runs: dict[str, Run] = {}
     for name, cache in caches.items():
         runs[name] = partial(attend_to_cache, call.query, cache, **options)
-        found, allowed = error(runs[name](), references), ERRORS.get(name.partition(" ")[0], 0.01)
-        if not found <= allowed:
-            raise SystemExit(f"{case.name}, {name}: error {found:.2%} of at most {allowed:.0%}")
+        check(case, name, runs[name]())
     samples = timed(runs, DEVICE, ROUNDS, 1.0)
     times = {name: statistics.median(sample.ms) for name, sample in samples.items()}
     for name in sorted(times, key=times.__getitem__):
