@@ -35,7 +35,7 @@ from capture import record
 from replay.end_to_end.model_clock import Clock
 from replay.timing.statistics import summarize
 
-GIB = 2**30
+GIB, ROUNDS = 2**30, 5
 MACHINE = ("machine.device", "machine.torch", "machine.cuda", "machine.usable_cpus")
 COLUMNS = (
     "model",
@@ -83,11 +83,9 @@ def main() -> None:
         "--steps", type=int, default=4, help="steps of the model, at least 2 (default 4)"
     )
     parser.add_argument("--device")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--directory", type=Path, help="directory to record to (default: temporary)"
     )
-    parser.add_argument("--small-calls", default="1000,10000", metavar="N,N")
     parser.add_argument("--without-model", action="store_true", help="measure only tiny calls")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "capture_overhead.csv")
     arguments = parser.parse_args()
@@ -108,15 +106,15 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         if runnable is not None:
-            of_model(runnable, device, Path(scratch), arguments.rounds, figures)
+            of_model(runnable, device, Path(scratch), figures)
         not_kept(Path(scratch), figures)
-        for count in map(int, arguments.small_calls.split(",")):
+        for count in (1_000, 10_000):
             small_calls(Path(scratch), count, figures)
     results.write_lines(figures.lines, COLUMNS, arguments.out)
 
 
 def of_model(
-    runnable: models.Runnable, device: torch.device, scratch: Path, rounds: int, figures: Figures
+    runnable: models.Runnable, device: torch.device, scratch: Path, figures: Figures
 ) -> None:
     """Measure the model in the three ways that the module's docstring lists."""
     clock = Clock(runnable.roots, device)
@@ -142,7 +140,7 @@ def of_model(
     found: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():  # warm up: libraries, clocks, the directory
         arm()
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name in random.sample(list(arms), len(arms)):
             found[name].append(arms[name]())
 
