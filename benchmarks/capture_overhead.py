@@ -35,7 +35,7 @@ from capture import record
 from replay.end_to_end.model_clock import Clock
 from replay.timing.statistics import summarize
 
-GIB, ROUNDS = 2**30, 5
+GIB = 2**30
 MACHINE = ("machine.device", "machine.torch", "machine.cuda", "machine.usable_cpus")
 COLUMNS = (
     "model",
@@ -83,6 +83,7 @@ def main() -> None:
         "--steps", type=int, default=4, help="steps of the model, at least 2 (default 4)"
     )
     parser.add_argument("--device")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--directory", type=Path, help="directory to record to (default: temporary)"
     )
@@ -106,7 +107,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         if runnable is not None:
-            of_model(runnable, device, Path(scratch), figures)
+            of_model(runnable, device, Path(scratch), arguments.rounds, figures)
         not_kept(Path(scratch), figures)
         for count in (1_000, 10_000):
             small_calls(Path(scratch), count, figures)
@@ -114,7 +115,7 @@ def main() -> None:
 
 
 def of_model(
-    runnable: models.Runnable, device: torch.device, scratch: Path, figures: Figures
+    runnable: models.Runnable, device: torch.device, scratch: Path, rounds: int, figures: Figures
 ) -> None:
     """Measure the model in the three ways that the module's docstring lists."""
     clock = Clock(runnable.roots, device)
@@ -140,7 +141,7 @@ def of_model(
     found: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():  # warm up: libraries, clocks, the directory
         arm()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name in random.sample(list(arms), len(arms)):
             found[name].append(arms[name]())
 

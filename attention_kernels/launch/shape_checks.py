@@ -35,13 +35,13 @@ def check_types(tensors: dict[str, Any], options: Any = PLAIN, **optional: Any) 
         raise TypeError(f"options must be AttentionOptions(...) or left out, got {given}")
 
 
-def check_dimensions(names: str, *given: Sizes) -> None:
+def check_dimensions(names: str, query: Sizes, key: Sizes, value: Sizes) -> None:
     """Raise ValueError unless the sizes of query, key and value have the dimensions `names`."""
     expected = names.count(",") + 1
-    if any(len(sizes) != expected for sizes in given):
-        found = ", ".join(str(len(sizes)) for sizes in given)
+    if not len(query) == len(key) == len(value) == expected:
         raise ValueError(
-            f"expected query, key and value of {expected} dimensions ({names}), got {found}"
+            f"expected query, key and value of {expected} dimensions ({names}), got {len(query)}, "
+            f"{len(key)}, {len(value)}"
         )
 
 

@@ -101,9 +101,9 @@ def packed_prefill(
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
-    packed = query_THD, key_THD, value_THD
-    check_dimensions("tokens, heads, head dimension", *(each.shape for each in packed))
-    query, key, value = (each.transpose(0, 1)[None] for each in packed)
+    sizes = query_THD.shape, key_THD.shape, value_THD.shape
+    check_dimensions("tokens, heads, head dimension", *sizes)
+    query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
     batches = q_offsets.shape[0] - 1
     lengths = Lengths(
         "packed",

@@ -95,6 +95,7 @@ def attend_to_quantised(
             was not stored; a mask is combined with lengths, a diagonal or a window, or is not bool;
             or the shapes do not fit together.
     """
+    check_types({}, options)
     if options.invariant:
         raise NotImplementedError(
             "8-bit kernels are not invariant: their scales depend on all keys"

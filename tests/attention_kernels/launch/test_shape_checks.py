@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.decode.contiguous_decode import contiguous_decode
+from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import page
 from attention_kernels.decode.quantised_decode import quantised_decode
@@ -144,6 +145,9 @@ def test_refuses_tensors_that_do_not_fit(attend: str, misfit: str) -> None:
 
 
 def test_refuses_packed_tensors_with_a_batch() -> None:
+    cache = page(KEY, VALUE, 16)
+    with pytest.raises(ValueError, match=r"a query of 3 dimensions .* got 4, 4, 4"):
+        paged_batch(QUERY, *cache, LENGTHS, 3)
     with pytest.raises(ValueError, match=r"of 3 dimensions \(tokens, .*\), got 4, 4, 4"):
         packed_prefill(QUERY, KEY, VALUE, LENGTHS, LENGTHS, 3)
 
@@ -152,6 +156,8 @@ def test_refuses_packed_tensors_with_a_batch() -> None:
 def test_refuses_other_types_of_options(attend: Callable[..., Tensor]) -> None:
     with pytest.raises(TypeError, match=r"options must be AttentionOptions\(...\)"):
         attend(QUERY, KEY, VALUE, options=None)
+    with pytest.raises(TypeError, match="options must be"):
+        paged_batch(QUERY[:, :, 0], *page(KEY, VALUE, 16), LENGTHS, 3, options=None)
 
 
 @pytest.mark.parametrize("attend", [contiguous_decode, prefill, quantised_prefill])
