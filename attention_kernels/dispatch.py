@@ -233,9 +233,6 @@ def _not_in_8_bits(
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Raise ValueError if the dimensions or the numbers of heads do not fit."""
-    if not query.ndim == key.ndim == value.ndim == 4:
-        sizes = ", ".join(str(tensor.ndim) for tensor in (query, key, value))
-        raise ValueError(f"expected query, key and value of 4 dimensions, got {sizes}")
     check_shapes(query.shape, key.shape, value.shape)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(

@@ -12,16 +12,15 @@ for a few seconds.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
+from benchmarks.gpu import MACHINE, write_measured
 from capture.call.attention_call import AttentionCall
+from replay.accuracy.reference import attention
 from replay.kernels.registry import find
 
 KERNELS = (
@@ -47,32 +46,26 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "accumulation.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
-    lines: list[dict[str, Any]] = []
+    write_measured(__doc__, "accumulation.csv", COLUMNS, errors)
+
+
+def errors(_: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the line of each kernel, mean and length."""
     for mean in MEANS:
         for length in LENGTHS:
             call = _call(length, mean, device)
-            expected = _attention(call)
+            expected = attention(call)
             for name in KERNELS:
                 kernel = find(name)
                 if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
                     continue
                 error = kernel.attention(**call.arguments()).double() - expected
-                lines.append(
-                    {
-                        "kernel": name,
-                        "mean of the values": mean,
-                        "keys": length,
-                        "relative L1": float(error.abs().sum() / expected.abs().sum()),
-                        **machine,
-                    }
-                )
-                print(f"{mean} {length:6} {name:32} {lines[-1]['relative L1']:.3%}")
-    results.write_lines(lines, COLUMNS, arguments.out)
+                yield {
+                    "kernel": name,
+                    "mean of the values": mean,
+                    "keys": length,
+                    "relative L1": float(error.abs().sum() / expected.abs().sum()),
+                }
 
 
 def _call(length: int, mean: int, device: torch.device) -> AttentionCall:
@@ -85,11 +78,5 @@ def _call(length: int, mean: int, device: torch.device) -> AttentionCall:
     return AttentionCall(normal(QUERIES), normal(length), normal(length) + mean)
 
 
-def _attention(call: AttentionCall) -> Tensor:
-    query, key, value = (each.double() for each in (call.query, call.key, call.value))
-    return (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
-
-
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

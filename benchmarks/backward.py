@@ -35,13 +35,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attention_kernels as ak
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from tests.attention_kernels.gradients import Formula, gradients
 
 COLUMNS = (
     *("kind", "kernel", "head_dim", "is_causal", "length", "case", "time_ms", "tflops", "ratio"),
     *("error_query", "error_key", "error_value"),
-    *("machine.device", "machine.torch", "machine.triton"),
+    *MACHINE,
 )
 OURS = {"attention": False, "portable": True}
 """Kernels of ours, and `deterministic` of their options."""
@@ -323,13 +323,7 @@ def main() -> None:
             lines += time_packed(width, device)
             lines += time_group(width, True, device, SOFTCAP)
     if arguments.out:
-        import triton
-
-        machine = {
-            "machine.device": torch.cuda.get_device_name(device),
-            "machine.torch": torch.__version__,
-            "machine.triton": triton.__version__,
-        }
+        machine = measured_on(device)
         results.write_lines(({**line, **machine} for line in lines), COLUMNS, arguments.out)
 
 

@@ -87,7 +87,6 @@ def main() -> None:
     parser.add_argument(
         "--directory", type=Path, help="directory to record to (default: temporary)"
     )
-    parser.add_argument("--small-calls", default="1000,10000", metavar="N,N")
     parser.add_argument("--without-model", action="store_true", help="measure only tiny calls")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "capture_overhead.csv")
     arguments = parser.parse_args()
@@ -110,7 +109,7 @@ def main() -> None:
         if runnable is not None:
             of_model(runnable, device, Path(scratch), arguments.rounds, figures)
         not_kept(Path(scratch), figures)
-        for count in map(int, arguments.small_calls.split(",")):
+        for count in (1_000, 10_000):
             small_calls(Path(scratch), count, figures)
     results.write_lines(figures.lines, COLUMNS, arguments.out)
 

@@ -11,19 +11,16 @@ turns in shuffled rounds. Writes `benchmarks/results/cold_cache.csv`.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
+from benchmarks.gpu import MACHINE, write_measured
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 
@@ -59,13 +56,12 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "cold_cache.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
+    write_measured(__doc__, "cold_cache.csv", COLUMNS, lines)
+
+
+def lines(_: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the line of each kernel on each call."""
     before = _before(device)
-    lines: list[dict[str, Any]] = []
     for name, spec in CALLS.items():
         call = spec.call(device, torch.Generator(device).manual_seed(0))
         for kernel in map(find, KERNELS.get(spec.q_len, OTHERS)):
@@ -73,18 +69,12 @@ def main() -> None:
                 continue
             times = measure(partial(kernel.attention, **call.arguments()), before)
             shares = {each: times[each] / times["layer"] for each in BEHIND[:2]}
-            lines.append(
-                {
-                    "call": name,
-                    "kernel": kernel.name,
-                    **{f"{each}, µs": time for each, time in times.items()},
-                    **{f"{each} / layer": share for each, share in shares.items()},
-                    **machine,
-                }
-            )
-            shown = ", ".join(f"{each} {time:.1f} µs" for each, time in times.items())
-            print(f"{name:24} {kernel.name:14} {shown}")
-    results.write_lines(lines, COLUMNS, arguments.out)
+            yield {
+                "call": name,
+                "kernel": kernel.name,
+                **{f"{each}, µs": time for each, time in times.items()},
+                **{f"{each} / layer": share for each, share in shares.items()},
+            }
 
 
 def _before(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -127,5 +117,4 @@ def measure(run: Callable[[], Tensor], before: dict[str, Callable[[], object]]) 
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
+from benchmarks.gpu import measured_on
 from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
@@ -51,6 +52,7 @@ SPECS = {
     "cpu": Spec(1, 4, 4, 256, 256, 64, 64, dtype=torch.float32),
 }
 CACHES: dict[str, Cache] = {"cuda": "cold", "cpu": "warm"}
+MACHINE = ("machine.python", "machine.torch", "machine.cuda")
 COLUMNS = (
     "device",
     "threads",
@@ -68,9 +70,7 @@ COLUMNS = (
     "found.high",
     "more_time",
     "load",
-    "machine.python",
-    "machine.torch",
-    "machine.cuda",
+    *MACHINE,
 )
 
 
@@ -92,9 +92,7 @@ def main() -> None:
         "device": machine.device,
         "threads": machine.threads,
         "stop": f"--max-seconds {arguments.max_seconds:g}" if is_stopped else "",
-        "machine.python": machine.python,
-        "machine.torch": machine.torch,
-        "machine.cuda": machine.cuda,
+        **measured_on(device, MACHINE),
     }
     kernels = [find(BASELINE), replace(find(BASELINE), name="again"), slower(device)]
     settings = Settings(

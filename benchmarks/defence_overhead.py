@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import measured_on
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.timing.defaults import CPU_SECONDS, SECONDS
@@ -50,6 +51,7 @@ KERNELS = {
     "cuda": "torch-default,torch-flash,torch-efficient,torch-cudnn,triton-fa2",
 }
 TIMEOUT = 300.0
+MACHINE = ("machine.python", "machine.torch", "machine.cuda")
 COLUMNS = (
     "device",
     "threads",
@@ -60,9 +62,7 @@ COLUMNS = (
     "blocks_s",
     "judge_s",
     "load",
-    "machine.python",
-    "machine.torch",
-    "machine.cuda",
+    *MACHINE,
 )
 
 
@@ -127,9 +127,7 @@ def main() -> None:
         "blocks_s": blocks_s,
         "judge_s": judge_s,
         "load": f"{median(load):.1f}",
-        "machine.python": machine.python,
-        "machine.torch": machine.torch,
-        "machine.cuda": machine.cuda,
+        **measured_on(device, MACHINE),
     }
     write(line, arguments.out)
 

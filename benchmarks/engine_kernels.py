@@ -34,8 +34,7 @@ from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.flash_attention import flash_attn_varlen_func
 from attention_kernels.options import AttentionOptions
 from benchmarks import results
-from benchmarks.gpu import gpu
-from replay.timing.machine import describe
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure
 
@@ -43,10 +42,7 @@ ROUNDS = 15
 CACHE: Literal["cold", "warm"] = "cold"
 BOTTOM_RIGHT = AttentionOptions(bottom_right=True)
 FP8 = torch.float8_e4m3fn
-COLUMNS = (
-    "case", "kernel", "ms", "floor / time", "ratio", "of",
-    "machine.device", "machine.torch", "machine.triton",
-)  # fmt: skip
+COLUMNS = ("case", "kernel", "ms", "floor / time", "ratio", "of", *MACHINE)
 Run = Callable[[], Any]
 
 
@@ -452,24 +448,20 @@ def _said(line: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--unchecked", action="store_true", help="skip the comparison with float64")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "engine_kernels.csv")
     arguments = parser.parse_args()
     device = gpu()
-    machine = describe(device)
-    wrong = 0 if arguments.unchecked else check(device)
+    machine = measured_on(device)
+    wrong = check(device)
     roof = measure_roof(torch.bfloat16, device)
     if roof is None:
         raise SystemExit("no memory is left to measure copies with")
-    print(f"{machine.device}: copies {roof.gb_per_s / 1000:.2f} TB/s\n", flush=True)
-    measured_on = {
-        f"machine.{name}": getattr(machine, name) for name in ("device", "torch", "triton")
-    }
+    print(f"{machine['machine.device']}: copies {roof.gb_per_s / 1000:.2f} TB/s\n", flush=True)
     lines: list[dict[str, Any]] = []
     for group in arguments.only:
         for case in cases_in_time(group):
             found = timed(case, device, roof.gb_per_s)
-            lines += [line | measured_on for line in found]
+            lines += [line | machine for line in found]
             results.write_lines(lines, COLUMNS, arguments.out)
             print(*map(_said, found), sep="\n", flush=True)
             del case

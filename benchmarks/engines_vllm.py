@@ -80,94 +80,48 @@ CASES = {
 }
 
 
-def llama() -> Any:
-    """Return a Llama with grouped queries and sharp attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=512,
-            intermediate_size=1024,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=4096,
-        )
-    )
-
-
-def gptoss() -> Any:
-    """Return a gpt-oss: sinks, and windows of 128 keys in every other layer."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    return GptOssForCausalLM(
-        GptOssConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=512,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            head_dim=64,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=128,
-        )
-    )
-
-
-def mla() -> Any:
-    """Return a DeepSeek-V3 of dense layers: latent attention with 16 heads."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=512,
-            intermediate_size=1024,
-            moe_intermediate_size=256,
-            num_hidden_layers=3,
-            first_k_dense_replace=3,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            n_routed_experts=8,
-            n_group=1,
-            topk_group=1,
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            max_position_embeddings=4096,
-        )
-    )
-
-
-def gemma() -> Any:
-    """Return a Gemma 3: windows of 128 keys in every other layer, without sinks."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=512,
-            intermediate_size=1024,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=4096,
-            sliding_window=128,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        )
-    )
-
-
-CHECKPOINTS: dict[str, Callable[[], Any]] = {
-    "llama": llama, "gptoss": gptoss, "mla": mla, "gemma": gemma,
-}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+MLA: dict[str, Any] = {
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    # Sinks, and windows of 128 keys in every other layer.
+    "gptoss": (
+        "GptOssForCausalLM",
+        {"intermediate_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": 128, "max_position_embeddings": 131072},
+    ),
+    # Dense layers of DeepSeek-V3, with latent attention of 16 heads.
+    "mla": ("DeepseekV3ForCausalLM", MLA),
+    # Windows of 128 keys in every other layer, without sinks.
+    "gemma": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+}
+"""Class of each checkpoint's model, and its sizes other than `SIZES`."""
 SHARPER = ("q_proj.weight", "k_proj.weight", "kv_b_proj.weight")
 """Weights that are enlarged, since random queries and keys attend to all keys alike."""
 
@@ -175,9 +129,12 @@ SHARPER = ("q_proj.weight", "k_proj.weight", "kv_b_proj.weight")
 def save_checkpoint(name: str, directory: Path) -> None:
     """Write a small model with random weights as vLLM reads it."""
     import torch
+    import transformers
 
     torch.manual_seed(0)
-    model = CHECKPOINTS[name]().to(torch.bfloat16).eval()
+    class_name, sizes = CHECKPOINTS[name]
+    model_class = getattr(transformers, class_name)
+    model = model_class(model_class.config_class(**SIZES | sizes)).to(torch.bfloat16).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if path.endswith(SHARPER):

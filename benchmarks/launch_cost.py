@@ -11,22 +11,19 @@ Writes `benchmarks/results/launch_cost.csv`.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_kernels.operators import attention
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
+from benchmarks.gpu import MACHINE, write_measured
 from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters.triton_decode import paged
 from replay.kernels.registry import select
@@ -50,11 +47,11 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "launch_cost.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
+    write_measured(__doc__, "launch_cost.csv", COLUMNS, lines)
+
+
+def lines(_: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the line of each part of a kernel on each call."""
     parts: dict[Part, Callable[[], Tensor]] = {}
     for name, (names, call) in calls(device).items():
         if "torch-default" in names:
@@ -65,20 +62,14 @@ def main() -> None:
             parts[name, kernel.name, "drop-in"] = partial(kernel.attention, **call.arguments())
             if kernel.prepare is not None:
                 parts[name, kernel.name, "core"] = kernel.prepare(call)
-    lines: list[dict[str, Any]] = []
     for (name, kernel_name, part), (alone, among) in measure(parts, Layer(device)).items():
-        lines.append(
-            {
-                "call": name,
-                "kernel": kernel_name,
-                "part": part,
-                "back to back, µs": alone,
-                "among other work, µs": among,
-                **machine,
-            }
-        )
-        print(f"{name:24} {kernel_name:24} {part:8} {alone:6.1f} µs, {among:6.1f}")
-    results.write_lines(lines, COLUMNS, arguments.out)
+        yield {
+            "call": name,
+            "kernel": kernel_name,
+            "part": part,
+            "back to back, µs": alone,
+            "among other work, µs": among,
+        }
 
 
 def calls(device: torch.device) -> dict[str, tuple[str, AttentionCall]]:
@@ -154,5 +145,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

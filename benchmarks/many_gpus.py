@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -86,18 +85,15 @@ def main() -> None:
     parser.add_argument(
         "--max-seconds", type=float, default=1.0, help="time limit per kernel (default 1)"
     )
-    parser.add_argument("--gpus", default="all", help="GPUs of the second run (default all)")
     parser.add_argument("--only", choices=["warm", "cold"], help="state of the compile caches")
     parser.add_argument(
         "--limit", type=float, default=240.0, help="approximate time limit in seconds (default 240)"
     )
-    parser.add_argument("--rows", type=Path, help="directory for the rows and logs")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_gpus.csv")
     arguments = parser.parse_args()
     began = time.monotonic()
     device = gpu()
-    count = torch.cuda.device_count() if arguments.gpus == "all" else len(arguments.gpus.split(","))
-    first = "0" if arguments.gpus == "all" else arguments.gpus.split(",")[0]
+    count = torch.cuda.device_count()
     figures = Figures(
         f"{arguments.calls} calls of {arguments.sizes}; {arguments.kernels}",
         "random",
@@ -115,16 +111,12 @@ def main() -> None:
                 print(f"no time left for {state} caches on {gpus} GPUs", flush=True)
                 break
             place = Path(scratch) / ("other caches" if (state, gpus) == ("cold", 1) else "caches")
-            named = ["--gpus", arguments.gpus] if gpus > 1 else ["--device", f"cuda:{first}"]
+            named = ["--gpus", "all"] if gpus > 1 else ["--device", "cuda:0"]
             if state == "unmeasured":
                 replay(each_once, named, place, state, arguments)
                 continue
             replayed = replay(dataset, named, place, f"{state}-{gpus}", arguments)
             found[state, gpus] = replayed
-            if arguments.rows is not None:
-                arguments.rows.mkdir(parents=True, exist_ok=True)
-                for kept in (replayed.rows, replayed.rows.with_suffix(".log")):
-                    shutil.copy(kept, arguments.rows)
             s = "s" * (gpus > 1)
             figures.add(f"{state} caches, {gpus} GPU{s}: the command", "s", [replayed.seconds])
             figures.add(f"{state} caches, {gpus} GPU{s}: measuring", "s", [replayed.measuring])
@@ -172,7 +164,6 @@ def replay(
     seconds = time.monotonic() - began
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    rows.with_suffix(".log").write_text(done.stderr)
     ready = re.search(r"^ *([\d.]+) s  process \d+ is ready", done.stderr, re.MULTILINE)
     ended = re.search(r"^ *([\d.]+) s  \d+ calls took", done.stderr, re.MULTILINE)
     assert ready is not None

@@ -54,22 +54,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--size", choices=MODELS, default="full")
     parser.add_argument("--kernels", help="kernels (default: those in the docs)")
-    parser.add_argument("--models", default="cogvideo,flux,llama")
-    parser.add_argument("--max-seconds", default="0.3", help="sampling time per kernel and call")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "misleading_inputs.csv")
     arguments = parser.parse_args()
     weights, recorded = MODELS[arguments.size]
     kernels = arguments.kernels or KERNELS["cuda" if torch.cuda.is_available() else "cpu"]
     with tempfile.TemporaryDirectory() as scratch:
         captured, file = f"{scratch}/captured", Path(scratch) / "rows.jsonl"
-        for model in arguments.models.split(","):
+        for model, most in recorded.items():
             run(
-                f"capture --model {model} --size {arguments.size} --weights {weights} "
-                f"{recorded[model]} --out {captured}"
+                f"capture --model {model} --size {arguments.size} --weights {weights} {most} "
+                f"--out {captured}"
             )
         run(
             f"replay --dir {captured} --versus-random --metric all --json {file} "
-            f"--kernels {kernels} --max-seconds {arguments.max_seconds}"
+            f"--kernels {kernels} --max-seconds 0.3"
         )
         lines = [*summary(read_jsonl(file).rows, arguments.size)]
     results.write_lines(_with_others(lines, arguments.out), COLUMNS, arguments.out)

@@ -28,13 +28,13 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.gradient_verdict import judge_gradients
@@ -44,13 +44,11 @@ from replay.isolation.block_inputs import BlockInputs
 from replay.isolation.judge import LocalJudge
 from replay.isolation.output_form import output_shape
 from replay.kernels.registry import Kernel, find
-from replay.rows.row import Machine
-from replay.timing.machine import describe
 from replay.workloads.distributions import DISTRIBUTIONS
 from replay.workloads.random_calls import Spec
 
 CALLS_OF_A_FAMILY, CALLS_OF_A_BLOCK = 40, 4
-COLUMNS = ("kernel", "calls", "wrong", "machine.device", "machine.torch", "machine.triton")
+COLUMNS = ("kernel", "calls", "wrong", *MACHINE)
 
 PLAIN = ("plain", "causal")
 HIDING = ("padding", "random", "mask by head")
@@ -372,7 +370,7 @@ def main() -> int:
         for each in families_of(seed, arguments.calls, arguments.kernel)
         if find(each.kernel).unavailable(device) is None
     ]
-    machine = describe(device)
+    machine = measured_on(device)
     made: Counter[str] = Counter()
     failures: list[Failure] = []
     with ProcessPoolExecutor(
@@ -398,19 +396,11 @@ def main() -> int:
     return 1 if failures else 2 if made.total() < asked else 0
 
 
-def write(made: Counter[str], failures: list[Failure], machine: Machine, path: Path) -> None:
+def write(made: Counter[str], failures: list[Failure], machine: dict[str, Any], path: Path) -> None:
     """Write the results so far, because the machine may be lost before the end."""
     wrong = Counter(failure.family.kernel for failure in failures)
     lines = [
-        {
-            "kernel": name,
-            "calls": made[name],
-            "wrong": wrong[name],
-            "machine.device": machine.device,
-            "machine.torch": machine.torch,
-            "machine.triton": machine.triton,
-        }
-        for name in FORMS
+        {"kernel": name, "calls": made[name], "wrong": wrong[name], **machine} for name in FORMS
     ]
     results.write_lines(lines, COLUMNS, path)
 

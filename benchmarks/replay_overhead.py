@@ -36,10 +36,6 @@ from replay.bench.reported_stages import TIMING
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--dir", type=Path, help="recording (default: random calls)")
-    parser.add_argument("--calls", type=int, default=4, help="number of random calls (default 4)")
-    parser.add_argument(
-        "--length", type=int, default=4096, help="length of random calls (default 4096)"
-    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--kernels", help="kernels, as for `replay` (default: kernels without extra packages)"
@@ -49,22 +45,20 @@ def main() -> None:
         choices=("all",),
         help="replay only with this metric (default on a GPU: with and without)",
     )
-    parser.add_argument("--rows", type=Path, help="file for the rows of the replay")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if arguments.metric and device.type != "cuda":
         parser.error("--metric all measures energy, for which it needs --device cuda")
     with tempfile.TemporaryDirectory() as scratch:
-        directory = arguments.dir or made_here(Path(scratch), arguments.calls, arguments.length)
+        directory = arguments.dir or made_here(Path(scratch))
         capture = load(directory).captures[0]
         figures = Figures(capture.model, capture.weights, measured_on(device, MACHINE))
-        rows = arguments.rows or Path(scratch) / "rows.jsonl"
         kernels = arguments.kernels or KERNELS[device.type]
         if arguments.metric is None:
-            whole(directory, kernels, device, rows, figures, with_energy=False)
+            whole(directory, kernels, device, figures, with_energy=False)
         if device.type == "cuda":
-            whole(directory, kernels, device, rows, figures, with_energy=True)
+            whole(directory, kernels, device, figures, with_energy=True)
     measured = {line["figure"] for line in figures.lines}
     written = results.read(arguments.out) if arguments.out.exists() else []
     others = [line for line in written if line["figure"] not in measured]
@@ -74,33 +68,27 @@ def main() -> None:
 class Attention(nn.Module):
     """One call of random values; only the size matters."""
 
-    def forward(self, length: int) -> Tensor:
-        query, key, value = torch.randn(3, 1, 8, length, 128).unbind()
+    def forward(self) -> Tensor:
+        query, key, value = torch.randn(3, 1, 8, 4096, 128).unbind()
         return F.scaled_dot_product_attention(query, key, value)
 
 
-def made_here(scratch: Path, calls: int, length: int) -> Path:
-    """Record calls of random values."""
+def made_here(scratch: Path) -> Path:
+    """Record four calls of random values."""
     attention = Attention()
-    with torch.no_grad(), record(attention, scratch / "recorded", max=calls, weights="random"):
-        for _ in range(calls):
-            attention(length)
+    with torch.no_grad(), record(attention, scratch / "recorded", max=4, weights="random"):
+        for _ in range(4):
+            attention()
     return scratch / "recorded"
 
 
 def whole(
-    directory: Path,
-    kernels: str,
-    device: torch.device,
-    json_file: Path,
-    figures: Figures,
-    *,
-    with_energy: bool,
+    directory: Path, kernels: str, device: torch.device, figures: Figures, *, with_energy: bool
 ) -> None:
     """Time the whole command, and the work that it times."""
     name = "replay --metric all" if with_energy else "replay"
     with tempfile.TemporaryDirectory() as scratch:
-        said = Path(scratch) / "marks.json"
+        said, json_file = Path(scratch) / "marks.json", Path(scratch) / "rows.jsonl"
         command = [sys.executable, "-m", "benchmarks.marked_replay", str(said)]
         command += ["--dir", str(directory), "--device", str(device)]
         command += [] if kernels == "default" else ["--kernels", kernels]

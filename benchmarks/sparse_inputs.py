@@ -24,13 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import capture
 from attention_kernels.sparse.block_policy import BlockPolicy, kept_blocks
 from benchmarks import results
+from benchmarks.gpu import measured_on
 from benchmarks.trained_runs import trained_runs
 from capture.call.attention_call import AttentionCall
 from capture.recording.record import record
 from replay.accuracy.errors import compare
 from replay.kernels.chosen_keys import mask_of_blocks
 from replay.rows.errors_of_output import Errors
-from replay.timing.machine import describe
 from replay.workloads.synthetic_counterparts import KINDS, counterpart
 
 MODELS = ("cogvideo", "flux")
@@ -41,11 +41,11 @@ the models' sequences are short."""
 PROMPTS, STEPS = 2, 3
 ALL = 1000
 """More calls than a run has."""
-MACHINE = ("device", "python", "torch")
+MACHINE = ("machine.device", "machine.python", "machine.torch")
 COLUMNS = (
     *("model", "calls", "tokens", "values", "keep", "kept"),
     *("cosine.median", "cosine.worst", "relative_l1.median", "relative_l1.worst"),
-    *(f"machine.{name}" for name in MACHINE),
+    *MACHINE,
 )
 
 
@@ -54,8 +54,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "sparse_inputs.csv")
     arguments = parser.parse_args()
-    machine = describe(torch.device("cpu"))
-    fields = {f"machine.{name}": getattr(machine, name) for name in MACHINE}
+    fields = measured_on(torch.device("cpu"), MACHINE)
     lines = [line | fields for name in arguments.models.split(",") for line in measured(name)]
     results.write_lines(lines, COLUMNS, arguments.out)
 

@@ -26,7 +26,7 @@ import torch
 
 import models
 from benchmarks import results
-from benchmarks.gpu import gpu
+from benchmarks.gpu import MACHINE, gpu, measured_on
 from replay.api.tuning_planner import planner_of
 from replay.api.tuning_recording import recorded
 from replay.api.tuning_sparsity import MOST_CALLS, sparse_candidates
@@ -38,7 +38,6 @@ from replay.report.progress import shown_progress
 from replay.sketches.make_sketch import make_sketch
 from replay.sparsity.foretold_sensitivity import DIRECTIONS, by_head, kernels_of
 from replay.sparsity.kernel import SparseKernel
-from replay.timing.machine import describe
 from replay.tune.compared_calls import with_nearest
 from replay.tune.directory import TuningDirectory
 from replay.tune.judged_runs import JudgedRuns
@@ -47,7 +46,7 @@ from replay.tune.search import MOST_TRIALS
 from replay.workers.execution import Progress
 from replay.workloads.workload import Workload
 
-COLUMNS = ("stage", "seconds", "detail", "machine.device", "machine.torch", "machine.triton")
+COLUMNS = ("stage", "seconds", "detail", *MACHINE)
 
 
 @contextmanager
@@ -92,8 +91,7 @@ def main() -> None:
         steps=arguments.steps,
         arguments={"output_type": "latent"},
     )
-    machine = describe(device)
-    fields = {name: getattr(machine, name.partition(".")[2]) for name in COLUMNS[3:]}
+    fields = measured_on(device)
     lines: list[dict[str, Any]] = []
 
     @contextmanager

@@ -108,10 +108,6 @@ def main() -> None:
     parser.add_argument("--modes", help="default: eager and compiled, and all for `own`")
     parser.add_argument("--size", default="full", help="model size: full, or tiny for a trial run")
     parser.add_argument("--steps", type=int, help="denoising steps or new tokens, at least 4")
-    parser.add_argument(
-        "--rounds", type=int, default=MINIMUM_ROUNDS, help="timed runs of the model"
-    )
-    parser.add_argument("--kernels", help="kernels to compare")
     parser.add_argument("--backend", default="inductor", help="compiler; aot_eager is a fast trial")
     parser.add_argument("--seconds", type=float, default=480, help="time limit")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "step_plans.csv")
@@ -133,15 +129,14 @@ def main() -> None:
         steps = arguments.steps or steps
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                kernels = arguments.kernels or KERNELS[device.type]
-                ready = prepare(name, arguments.size, steps, calls, kernels, Path(scratch), limit)
+                ready = prepare(name, arguments.size, steps, calls, Path(scratch), limit)
             except Exception as error:
                 write({"model": name, "steps": steps, "reason": sentence(error)})
                 continue
             for mode in (arguments.modes or modes).split(","):
                 line = {"model": name, "mode": mode, "steps": steps, "plan": text_of(ready.plan)}
                 try:
-                    for more in measured(ready, mode, arguments.backend, arguments.rounds, limit):
+                    for more in measured(ready, mode, arguments.backend, limit):
                         write(line | more)
                 except Exception as error:
                     write(line | {"reason": sentence(error)})
@@ -186,9 +181,7 @@ def holds(line: dict[str, Any]) -> bool:
     return bool(within and one_graph and is_refused)
 
 
-def prepare(
-    name: str, size: str, steps: int, calls: int, kernels: str, scratch: Path, limit: Limit
-) -> Ready:
+def prepare(name: str, size: str, steps: int, calls: int, scratch: Path, limit: Limit) -> Ready:
     """Build a model, record a run, compare kernels and make a plan."""
     limit.check()
     kind: dict[str, Any] = {} if name == "own" else {"size": size, "weights": "random"}
@@ -200,16 +193,16 @@ def prepare(
     with ar.record(watched, recorded, max=calls, name=name, weights=weights, settings=settings):
         runnable.run()
     limit.check()
-    rows = ar.replay(recorded, kernels=kernels, device=device, max_seconds=1, for_model=True)
+    rows = ar.replay(
+        recorded, kernels=KERNELS[device], device=device, max_seconds=1, for_model=True
+    )
     capture = Dataset.open(str(recorded)).captures[0]
     plan = plan_of(capture, rows, type_of(torch.device(device)))
     plan.save(scratch / "plan.json")
     return Ready(device, runnable, capture, recorded, list(rows), plan, scratch / "plan.json")
 
 
-def measured(
-    ready: Ready, mode: str, backend: str, rounds: int, limit: Limit
-) -> Iterator[dict[str, Any]]:
+def measured(ready: Ready, mode: str, backend: str, limit: Limit) -> Iterator[dict[str, Any]]:
     """Run the model in a mode, and yield a line for each phase and the run."""
     limit.check()
     if mode == "verify":
@@ -218,7 +211,7 @@ def measured(
             ready.rows,
             kernels="torch-default",
             plan=ready.file,
-            model_rounds=rounds,
+            model_rounds=MINIMUM_ROUNDS,
             trust_code=True,
             device=ready.device,
         )
@@ -240,7 +233,7 @@ def measured(
             ready.rows,
             [Variant(name, plan=ready.file)],
             LiveModel(ready.runnable, pace),
-            rounds=rounds,
+            rounds=MINIMUM_ROUNDS,
             kernel_at={name: lambda *where: KernelId(ready.plan.kernel_at(*where))},
         )
     finally:

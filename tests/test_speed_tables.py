@@ -101,11 +101,11 @@ def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.Monke
         ("plain-window", "core"): (1.5, 1.5, 1.5),
     }
 
-    def measured(candidates: Any, device: torch.device, **options: Any) -> dict[Any, Any]:
+    def timed(candidates: Any, *_: Any) -> dict[Any, Any]:
         assert candidates.keys() == ms.keys()
-        return {key: SimpleNamespace(ms=ms[key], error=None) for key in candidates}
+        return {key: SimpleNamespace(ms=ms[key]) for key in candidates}
 
-    monkeypatch.setattr(per_pair, "measure", measured)
+    monkeypatch.setattr(per_pair, "timed", timed)
     monkeypatch.setattr(per_pair, "select", lambda names: ([kernel], {}))
     found = list(per_pair.compare("plain", plain, calls, "one", torch.device("cpu")))
     assert [(line["call"], line["beside"], line["part"]) for line in found] == [

@@ -83,8 +83,11 @@ class Cache(NamedTuple):
         key, value, table = self.key.shape, self.value.shape, self.block_table
         if table is None:
             return key, value
-        if key[:3] != value[:3]:
-            raise ValueError(f"pages of keys {tuple(key)} and of values {tuple(value)} differ")
+        if len(key) != 4 or key[:3] != value[:3]:
+            raise ValueError(
+                f"pages of keys {tuple(key)} and of values {tuple(value)}: expected (pages, page "
+                "size, heads, head dimension) of both, which differ in the last at most"
+            )
         tokens = table.shape[0], key[2], table.shape[1] * key[1]
         return (*tokens, key[3]), (*tokens, value[3])
 
@@ -92,7 +95,7 @@ class Cache(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """Return Hkv, the maximum number of tokens of a sequence, and Dv."""
         if self.block_table is None:
-            return self.key.shape[1], self.key.shape[2], self.value.shape[3]
+            return self.key.shape[1], self.key.shape[2], self.value.shape[-1]
         return self.key.shape[2], self.block_table.shape[1] * self.page_size, self.value.shape[3]
 
     @property
@@ -117,7 +120,7 @@ class Cache(NamedTuple):
 
         In absorbed MLA, the value is the first part of the key.
         """
-        beyond = self.key.shape[3] - self.value.shape[3]
+        beyond = self.key.shape[-1] - self.value.shape[-1]
         return beyond if beyond > 0 and is_leading_part(self.value, self.key) else 0
 
     @property

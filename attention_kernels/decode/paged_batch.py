@@ -17,7 +17,7 @@ from attention_kernels.decode.kv_cache import Cache, expanded_scales
 from attention_kernels.decode.split_kv import PackedQueries, attend_to_cache
 from attention_kernels.hopper.converted_pages import convert_pages
 from attention_kernels.hopper.support import has_gluon_kernels
-from attention_kernels.launch.shape_checks import vector
+from attention_kernels.launch.shape_checks import check_types, vector
 from attention_kernels.options import PLAIN, AttentionOptions
 from attention_kernels.portable.paged_prefill import paged_prefill
 
@@ -72,6 +72,13 @@ def paged_batch(
         ValueError: the shapes do not fit together, a head dimension is too large, only one of cache
             and scales is in FP8, or an FP8 cache has float32 queries.
     """
+    check_types({}, options)
+    counts = query_THD.ndim, key_pages.ndim, value_pages.ndim
+    if counts != (3, 4, 4):
+        raise ValueError(
+            "expected a query of 3 dimensions (tokens, heads, head dimension), and pages of 4 "
+            f"(pages, page size, heads, head dimension), got {', '.join(map(str, counts))}"
+        )
     if options.invariant:
         raise NotImplementedError("batches in pages are not invariant: which kernel runs varies")
     tokens, heads, _ = query_THD.shape

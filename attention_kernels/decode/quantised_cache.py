@@ -347,6 +347,7 @@ def quantise_cache(
     Raises:
         ValueError: the shapes do not fit together.
     """
+    check_shapes(key.shape, key.shape, value.shape)
     batch, kv_heads, kv_len, head_dim = key.shape
     lengths = vector("seqused_k", lengths, batch)
     if lengths is not None and lengths.dtype != torch.int32:
@@ -411,7 +412,6 @@ def _planned(
     `dtypes` are the types of keys, values and cache. `others` are the layouts of the lengths and
     the block table, on which compilation depends.
     """
-    check_shapes(*shapes[:1], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
     return Launch(
         _quantise_cache,

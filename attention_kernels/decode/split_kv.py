@@ -16,7 +16,7 @@ from attention_kernels.decode.split_kv_kernel import split_kv_kernel
 from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER
 from attention_kernels.decode.split_kv_plan import Plan, Tiling, invariant_parts, merging, plan
 from attention_kernels.launch.launcher import Launch, PlanCache, PlannedCall, layout, named
-from attention_kernels.launch.shape_checks import Sizes, check_shapes, sizes_of
+from attention_kernels.launch.shape_checks import Sizes, check_shapes, check_types, sizes_of
 from attention_kernels.launch.workspace import workspace
 from attention_kernels.options import PLAIN, AttentionOptions
 from attention_kernels.tiles.masking import window_sides
@@ -178,12 +178,11 @@ def planned(
     )
 
 
-def _sizes(query: Tensor, packed: PackedQueries | None) -> tuple[int, int, int, int]:
+def _sizes(query: Tensor, packed: PackedQueries | None) -> Sizes:
     """Return B, Hq, the maximum number of queries of a sequence, and D."""
-    batch, heads, q_len, head_dim = query.shape
-    if packed is not None:
-        batch, q_len = packed.offsets.shape[0] - 1, packed.most
-    return batch, heads, q_len, head_dim
+    if packed is None:
+        return query.shape
+    return packed.offsets.shape[0] - 1, query.shape[1], packed.most, query.shape[3]
 
 
 def _access(
@@ -279,6 +278,7 @@ def _plan_call(
     The arguments are those of `attend_to_cache`, except that `sinks` is a shape.
     """
     sizes = _sizes(query, packed)
+    check_types({}, options)
     check_shapes(sizes, *cache.shapes, sinks)
     _check_by_sequence(cache)
     batch, heads, q_len, head_dim = sizes

@@ -31,7 +31,13 @@ from attention_kernels.hopper.scores import ROWS
 from attention_kernels.hopper.stream_k import arguments_of, cut_for, memory_for
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import Launch, PlannedCall
-from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
+from attention_kernels.launch.shape_checks import (
+    Sizes,
+    check_head_dims,
+    check_shapes,
+    check_types,
+    sizes_of,
+)
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.tiles.masking import window_sides
 from attention_kernels.tiles.online_softmax import LOG2_E
@@ -81,6 +87,8 @@ def hopper_prefill(
         ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
             do not fit together, the tensors' types differ, or they do not have 16 bits.
     """
+    if not query.ndim == key.ndim == value.ndim == 4:  # the rest is checked once for each shape
+        check_shapes(query.shape, key.shape, value.shape)
     for dim in (query.shape[3], value.shape[3]):
         if not 8 <= dim <= LARGEST_HEAD_DIM or dim % 8:
             raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
@@ -252,7 +260,8 @@ def _planned(
     if set(dtypes) not in ({torch.float16}, {torch.bfloat16}):
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise ValueError(f"query, key and value in {names}: needs one type of 16 bits")
-    options = options or PLAIN
+    options = PLAIN if options is None else options
+    check_types({}, options)
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
     rows = q_len

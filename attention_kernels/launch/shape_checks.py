@@ -1,5 +1,6 @@
-"""Checks of a call's arguments. `attention` and FlashAttention's functions check the types. Shapes
-are checked when a call is planned; kernels themselves check nothing."""
+"""Checks of a call's arguments. `attention`, FlashAttention's functions and those of block-sparse
+attention check the types of tensors. Every function checks shapes and `options` when it plans a
+call; kernels themselves check nothing."""
 
 from __future__ import annotations
 
@@ -34,12 +35,23 @@ def check_types(tensors: dict[str, Any], options: Any = PLAIN, **optional: Any) 
         raise TypeError(f"options must be AttentionOptions(...) or left out, got {given}")
 
 
+def check_dimensions(names: str, query: Sizes, key: Sizes, value: Sizes) -> None:
+    """Raise ValueError unless the sizes of query, key and value have the dimensions `names`."""
+    expected = names.count(",") + 1
+    if not len(query) == len(key) == len(value) == expected:
+        raise ValueError(
+            f"expected query, key and value of {expected} dimensions ({names}), got {len(query)}, "
+            f"{len(key)}, {len(value)}"
+        )
+
+
 def check_shapes(query: Sizes, key: Sizes, value: Sizes, sinks: Sizes | None = None) -> None:
     """Check the shapes of BHSD tensors, and of the sinks if there are any.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: a tensor has another number of dimensions, or the shapes do not fit together.
     """
+    check_dimensions("batch, heads, tokens, head dimension", query, key, value)
     batch, heads, _, head_dim = query
     kv_heads = key[1]
     if key[0] != batch or key[3] != head_dim or value[:3] != key[:3]:

@@ -19,7 +19,13 @@ from attention_kernels.launch.launcher import (
     layout,
     named,
 )
-from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
+from attention_kernels.launch.shape_checks import (
+    Sizes,
+    check_head_dims,
+    check_shapes,
+    check_types,
+    sizes_of,
+)
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward_kernel import forward_kernel
 from attention_kernels.portable.forward_tiles import Blocks, blocks, is_small
@@ -68,7 +74,7 @@ def forward(
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:  # the kernel finds the maximum before it scales scores
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     shape = (
@@ -158,6 +164,7 @@ def _plan(
 
     The arguments are those of `forward`, except that the scale is positive and `sinks` is a shape.
     """
+    check_types({}, options)
     check_shapes(query.shape, key.shape, value.shape, sinks)
     check_head_dims(query.shape[3], value.shape[3])
     memory, heads, q_len, head_dim = query.shape

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.launch.shape_checks import check_shapes
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward import forward
 from attention_kernels.portable.forward_tiles import blocks_of_mask
@@ -70,6 +71,7 @@ def masked_prefill(
         ValueError: the shapes do not fit together, a head dimension is larger than 256, or
             `visited` belongs to a mask with another shape or other strides.
     """
+    check_shapes(query.shape, key.shape, value.shape)
     options = PLAIN if softcap is None else AttentionOptions(softcap=softcap)
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     tiles = _tiles(query, value, mask)

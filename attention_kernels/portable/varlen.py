@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import Launch, named
-from attention_kernels.launch.shape_checks import vector
+from attention_kernels.launch.shape_checks import check_dimensions, check_shapes, vector
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward import forward
 
@@ -57,6 +57,7 @@ def padded_prefill(
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
+    check_shapes(query.shape, key.shape, value.shape)
     batch, q_len = query.shape[0], query.shape[2]
     starts = vector("starts", keys.starts, batch)
     k_lengths = vector("lengths", keys.lengths, batch)
@@ -100,6 +101,8 @@ def packed_prefill(
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
+    sizes = query_THD.shape, key_THD.shape, value_THD.shape
+    check_dimensions("tokens, heads, head dimension", *sizes)
     query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
     batches = q_offsets.shape[0] - 1
     lengths = Lengths(

@@ -318,6 +318,7 @@ def quantise_key_value(
     Raises:
         ValueError: the shapes do not fit together.
     """
+    check_shapes(key.shape, key.shape, value.shape)
     batch, kv_heads, kv_len, head_dim = key.shape
     v_head_dim = value.shape[3]
     groups = groups_for(kv_len, lengths)
@@ -394,7 +395,6 @@ def _planned(
     Args:
         lengths: kind, number of batch elements, and the layouts of `k_starts` and `k_lengths`.
     """
-    check_shapes(shapes[0], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes
     kind, batches = lengths[:2] if lengths else ("full", batch)
     groups = groups_for(kv_len, Lengths(kind, batches, 0))

@@ -16,7 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.descriptors import has_tma, nowhere
 from attention_kernels.launch.launcher import Launch, PlanCache, PlannedCall, layout, named
-from attention_kernels.launch.shape_checks import check_head_dims, check_shapes, sizes_of
+from attention_kernels.launch.shape_checks import (
+    check_head_dims,
+    check_shapes,
+    check_types,
+    sizes_of,
+)
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.quantised.quantise import (
     GROUP,
@@ -90,6 +95,7 @@ def attend_to_quantised(
             was not stored; a mask is combined with lengths, a diagonal or a window, or is not bool;
             or the shapes do not fit together.
     """
+    check_types({}, options)
     if options.invariant:
         raise NotImplementedError(
             "8-bit kernels are not invariant: their scales depend on all keys"
@@ -343,6 +349,7 @@ def quantised_prefill(
     is_empty = lengths is not None and 0 in (lengths.batches, lengths.longest_query)
     if key.shape[2] == 0 or query.numel() == 0 or is_empty:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
+    check_types({}, options)
     check_shapes(query.shape, key.shape, value.shape, sizes_of(sinks))
     keep_mean = options.softcap is not None or sinks is not None
     quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean, lengths)

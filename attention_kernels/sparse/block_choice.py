@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.launch.launcher import Launch, PlanCache, layout, named
-from attention_kernels.launch.shape_checks import check_shapes
+from attention_kernels.launch.shape_checks import check_types
 from attention_kernels.sparse.block_policy import (
     SAMPLES,
     BlockPolicy,
+    check_choice,
     visible_blocks,
     window_blocks,
 )
@@ -196,13 +197,11 @@ def choose_blocks(
         query, key, value, is_causal, scale: as for `block_sparse_attention`.
 
     Raises:
-        ValueError: the shapes do not fit together, or the policy cannot choose for such a call.
+        TypeError, ValueError: as for `check_choice`.
     """
-    check_shapes(query.shape, key.shape, value.shape)
+    check_choice(query, key, value, policy, is_causal=is_causal)
     batch, heads, q_len, head_dim = query.shape
     kv_heads, k_len = key.shape[1:3]
-    if reason := policy.refuses(heads, q_len, k_len, is_causal=is_causal):
-        raise ValueError(reason)
     rows, keys = block_sizes(query, key, value)
     if policy.window is not None:
         return _lists_of_window(policy, q_len, k_len, rows, keys, query.device)
@@ -319,13 +318,21 @@ def visited_of(
             skipped.
 
     Raises:
-        ValueError: the map has another shape, or leaves a query without a key.
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes do not fit together, or the map is not bool, has another shape, or
+            leaves a query without a key.
     """
+    check_types({"kept": kept})
+    if kept.dtype != torch.bool:
+        raise ValueError(f"kept in {kept.dtype}: needs bool, for example kept > 0")
     rows, keys = block_sizes(query, key, value)
     q_len, k_len = query.shape[2], key.shape[2]
     tiles, blocks = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
     if kept.ndim != 4 or tuple(kept.shape[2:]) != (tiles, blocks):
-        raise ValueError(f"kept of shape {tuple(kept.shape)}: needs {tiles} tiles, {blocks} blocks")
+        raise ValueError(
+            f"kept of shape {tuple(kept.shape)}: needs (batch, heads, {tiles} tiles, {blocks} "
+            "blocks) for the sizes of `block_sizes`"
+        )
     seen_by_all = kept
     if is_causal:
         first_query = torch.arange(0, q_len, rows, device=kept.device)[:, None]

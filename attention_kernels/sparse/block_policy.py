@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_kernels.launch.shape_checks import check_shapes, check_types
+
 Share = float | tuple[float, ...]
 """One number for all query heads, or one for each."""
 Triple = tuple[int, int, int]
@@ -43,6 +45,7 @@ class BlockPolicy:
     queries see, and always keeps the blocks that the diagonal cuts.
 
     Raises:
+        TypeError: a share is not a number.
         ValueError: no rule or several, or a value that would leave a query without a block.
     """
 
@@ -61,20 +64,29 @@ class BlockPolicy:
         rules = {"keep": self.keep, "mass": self.mass, "window": self.window}
         given = [name for name, rule in rules.items() if rule is not None]
         if len(given) != 1:
-            raise ValueError(f"give one of keep, mass and window, not {given or 'none'}")
-        if (self.window is None) != (self.grid is None):
-            raise ValueError("a window needs the grid of the video, and only a window has one")
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"give exactly one of keep, mass and window, got {found}")
+        if self.window is not None and self.grid is None:
+            raise ValueError("window needs a grid: add the numbers of frames, rows and columns")
+        if self.window is None and self.grid is not None:
+            raise ValueError(f"grid belongs to window: leave it out, or replace {given[0]} by one")
         for name in ("keep", "mass"):
-            for share in _numbers(rules[name]):
+            for share in _numbers(name, rules[name]):
                 if not 0 < share <= 1:
                     raise ValueError(
-                        f"{name} is more than 0 and at most 1, not {share:g}: every query keeps a "
-                        "block"
+                        f"{name} must be more than 0 and at most 1, got {share:g}: use a share "
+                        "such as 0.5"
                     )
-        if self.window is not None and min(self.window) < 0:
-            raise ValueError(f"window {self.window} leaves a query no key: reaches are 0 or more")
-        if self.grid is not None and min(self.grid) < 1:
-            raise ValueError(f"grid {self.grid}: frames, rows and columns are 1 or more")
+        for name, triple, least in (("window", self.window, 0), ("grid", self.grid, 1)):
+            if triple is not None and not (
+                isinstance(triple, tuple)
+                and len(triple) == 3
+                and all(isinstance(number, int) and number >= least for number in triple)
+            ):
+                raise ValueError(
+                    f"{name} must be a tuple of three integers of at least {least} (frames, rows "
+                    f"and columns), got {triple!r}"
+                )
 
     @property
     def is_by_mass(self) -> bool:
@@ -87,10 +99,10 @@ class BlockPolicy:
         Raises:
             ValueError: the policy has another number of heads.
         """
-        numbers = _numbers(self.keep if self.mass is None else self.mass)
+        numbers = _numbers("keep", self.keep) or _numbers("mass", self.mass)
         if len(numbers) not in (1, heads):
             raise ValueError(
-                f"{len(numbers)} shares for {heads} query heads: give one, or one each"
+                f"{len(numbers)} shares for {heads} query heads: give one, or one for each head"
             )
         if self.is_by_mass:
             numbers = tuple(math.inf if number == 1 else number for number in numbers)
@@ -105,20 +117,40 @@ class BlockPolicy:
                 return str(error)
             return None
         if is_causal:
-            return "a window of space and time takes no is_causal"
+            return "a window of space and time takes no causal calls"
         video = math.prod(self.grid)
         if q_len != k_len or video > k_len:
             sizes = "x".join(map(str, self.grid))
             return (
-                f"a grid of {sizes} with {q_len} queries and {k_len} keys: needs at least {video}"
+                f"a grid of {sizes} needs as many queries as keys, and at least {video}: this "
+                f"call has {q_len} queries and {k_len} keys"
             )
         return None
 
 
-def _numbers(share: Share | None) -> tuple[float, ...]:
-    if share is None:
-        return ()
-    return tuple(map(float, share)) if isinstance(share, tuple) else (float(share),)
+def _numbers(name: str, share: Share | None) -> tuple[float, ...]:
+    shares = () if share is None else share if isinstance(share, tuple) else (share,)
+    if not all(isinstance(each, int | float) for each in shares):
+        raise TypeError(f"{name} must be a number, or a tuple of one for each head, got {share!r}")
+    return tuple(map(float, shares))
+
+
+def check_choice(
+    query: Tensor, key: Tensor, value: Tensor, policy: BlockPolicy, *, is_causal: bool
+) -> None:
+    """Check the arguments of a choice of blocks.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: the shapes do not fit together, or the policy cannot choose for such a call.
+    """
+    check_types({"query": query, "key": key, "value": value})
+    if not isinstance(policy, BlockPolicy):
+        raise TypeError(f"policy must be a BlockPolicy(...), got {type(policy).__name__}")
+    check_shapes(query.shape, key.shape, value.shape)
+    sizes = query.shape[1], query.shape[2], key.shape[2]
+    if reason := policy.refuses(*sizes, is_causal=is_causal):
+        raise ValueError(reason)
 
 
 def kept_blocks(
@@ -142,12 +174,11 @@ def kept_blocks(
         scale: factor of the scores; None for 1/√D.
 
     Raises:
-        ValueError: the policy cannot choose for such a call.
+        TypeError, ValueError: as for `check_choice`.
     """
+    check_choice(query, key, key, policy, is_causal=is_causal)
     batch, heads, q_len, head_dim = query.shape
     k_len = key.shape[2]
-    if reason := policy.refuses(heads, q_len, k_len, is_causal=is_causal):
-        raise ValueError(reason)
     if policy.window is not None:
         kept = window_blocks(policy, q_len, k_len, rows, keys, query.device)
         return kept.expand(batch, heads, *kept.shape[2:])

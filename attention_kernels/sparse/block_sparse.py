@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.descriptors import has_tma
+from attention_kernels.launch.shape_checks import check_shapes, check_types
 from attention_kernels.options import Lengths
 from attention_kernels.portable.forward import forward
 from attention_kernels.portable.forward_tiles import Blocks, blocks
@@ -26,7 +27,13 @@ def block_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
     """Return the number of queries in a tile and of keys in a block.
 
     The sizes depend on the GPU, the type, the head dimensions and the number of keys.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes do not fit together.
     """
+    check_types({"query": query, "key": key, "value": value})
+    check_shapes(query.shape, key.shape, value.shape)
     if _is_for_hopper(query, value):
         from attention_kernels.hopper.hopper_prefill import visited_tiles
 
@@ -73,12 +80,18 @@ def block_sparse_attention(
         The output, (B, Hq, Sq, Dv).
 
     Raises:
-        ValueError: the shapes do not fit together, a head dimension is larger than 256, or
-            `visited` belongs to tensors of other sizes.
+        TypeError: a tensor, `visited` or `skip` has another type.
+        ValueError: the shapes do not fit together, a head dimension is larger than 256, `skip` is
+            out of range, or `visited` belongs to tensors of other sizes.
         NotImplementedError: `skip` or `return_map` in 16 bits on Hopper, whose kernel does not
             skip.
     """
     rows, keys = block_sizes(query, key, value)
+    if not isinstance(visited, VisitedBlocks):
+        raise TypeError(
+            "visited must be the result of choose_blocks(...) or visited_of(...), got "
+            f"{type(visited).__name__}"
+        )
     batches, heads, tiles = visited.counts.shape[:3]
     found = tiles, visited.blocks.shape[4]
     needed = triton.cdiv(query.shape[2], rows), triton.cdiv(key.shape[2], keys)
@@ -88,8 +101,10 @@ def block_sparse_attention(
             f"batch elements: this call has {needed[0]} and {needed[1]} of {query.shape[1]} and "
             f"{query.shape[0]}"
         )
+    if not isinstance(skip, float | int | None):
+        raise TypeError(f"skip must be a number or None, got {type(skip).__name__}")
     if skip is not None and not 0 < skip < 1:
-        raise ValueError(f"skip is more than 0 and less than 1, not {skip:g}")
+        raise ValueError(f"skip must be more than 0 and less than 1, got {skip:g}")
     if (skip is not None or return_map) and not can_skip(query):
         raise NotImplementedError(NO_SKIP)
     computed = None

@@ -11,11 +11,9 @@ call, policy and part, and prints its table.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +24,9 @@ from attention_kernels.sparse.block_choice import choose_blocks
 from attention_kernels.sparse.block_policy import BlockPolicy
 from attention_kernels.sparse.block_sparse import block_sparse_attention
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
+from benchmarks.gpu import MACHINE, timed, write_measured
 from benchmarks.tables.speed import block_sparse
 from replay.kernels.registry import find
-from replay.timing.rounds import measure
 from replay.timing.statistics import paired_speedup
 from replay.workloads.random_calls import Spec
 
@@ -66,20 +62,10 @@ def policies(name: str) -> dict[str, BlockPolicy]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=CALLS, default=list(CALLS))
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "block_sparse.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
-    lines: list[dict[str, Any]] = []
-    for name in arguments.only:
-        lines += [line | machine for line in timed(name, device)]
-        results.write_lines(lines, COLUMNS, arguments.out)
-    print(block_sparse(arguments.out))
+    print(block_sparse(write_measured(__doc__, "block_sparse.csv", COLUMNS, lines, CALLS)))
 
 
-def timed(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
+def lines(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the lines of a call."""
     spec = CALLS[name]
     call = spec.call(device, torch.Generator(device).manual_seed(0))
@@ -107,12 +93,10 @@ def timed(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
             policy = f"keep={topk}"
             runs[policy, "sparge", "drop-in"] = partial(sparge.attention, **call.arguments())
             shares.setdefault(policy, float(topk) * everything)
-    samples = measure(runs, device, cache="cold", rounds=ROUNDS, max_seconds=0.4)
+    samples = timed(runs, device, ROUNDS, 0.4)
     dense, *others = samples
     for key in others:
         policy, kernel, part = key
-        if (error := samples[key].error or samples[dense].error) is not None:
-            raise error
         share = shares[policy] / everything
         line: dict[str, Any] = {
             "call": name,
@@ -138,5 +122,4 @@ def _chosen_first(attend: Callable[..., Tensor], choose: Callable[[], VisitedBlo
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

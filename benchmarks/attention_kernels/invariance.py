@@ -9,19 +9,16 @@ its 95 % interval. Decode runs a third time with the bits of prefill (`decode=Fa
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from attention_kernels.operators import attention
 from attention_kernels.options import PLAIN, AttentionOptions
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
-from replay.timing.rounds import measure
+from benchmarks.gpu import MACHINE, timed, write_measured
 from replay.timing.statistics import paired_speedup
 from replay.workloads.random_calls import Spec
 
@@ -61,22 +58,16 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "invariance.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
-    lines: list[dict[str, Any]] = []
+    write_measured(__doc__, "invariance.csv", COLUMNS, lines)
+
+
+def lines(_: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the line of each call."""
     for spec in (*PREFILL, *DECODE):
-        lines.append(timed(spec, device) | machine)
-        results.write_lines(lines, COLUMNS, arguments.out)
-        print(
-            *(results.cell(lines[-1].get(name, "")) for name in COLUMNS[:-3]), sep="\t", flush=True
-        )
+        yield line(spec, device)
 
 
-def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """Return the line of a call."""
+def line(spec: Spec, device: torch.device) -> dict[str, Any]:
     call = spec.call(device, torch.Generator(device).manual_seed(0))
     options = AttentionOptions(bottom_right=True) if spec.is_causal else PLAIN
     plain = partial(attention, **call.arguments(), options=options)
@@ -84,18 +75,14 @@ def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
     if spec.q_len == 1:
         alike = AttentionOptions(bottom_right=True, invariant=True, decode=False)
         runs["with prefill's bits"] = partial(attention, **call.arguments(), options=alike)
-    samples = measure(runs, device, cache="cold", rounds=ROUNDS, max_seconds=0.5)
-    for sample in samples.values():
-        if sample.error is not None:
-            raise sample.error
-    line = {name: getattr(spec, name) for name in SIZES}
-    line |= {f"{name}, ms": statistics.median(sample.ms) for name, sample in samples.items()}
+    samples = timed(runs, device, ROUNDS, 0.5)
+    found = {name: getattr(spec, name) for name in SIZES}
+    found |= {f"{name}, ms": statistics.median(sample.ms) for name, sample in samples.items()}
     first, *others = samples
     prices = {name: paired_speedup(samples[name].ms, samples[first].ms) for name in others}
-    line |= {f"{name} / plain": price.ratio for name, price in prices.items()}
-    return line | {"low": prices["invariant"].low, "high": prices["invariant"].high}
+    found |= {f"{name} / plain": price.ratio for name, price in prices.items()}
+    return found | {"low": prices["invariant"].low, "high": prices["invariant"].high}
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

@@ -11,21 +11,17 @@ the outputs.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
+from benchmarks.gpu import MACHINE, timed, write_measured
 from benchmarks.tables.speed import narrow_heads
 from replay.kernels.registry import find
-from replay.timing.rounds import measure
 from replay.workloads.random_calls import Spec
 
 ROUNDS = 11
@@ -78,21 +74,12 @@ Run = Callable[[], Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=CALLS, default=list(CALLS), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "narrow_heads.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
-    lines: list[dict[str, Any]] = []
-    for name in arguments.only:
-        lines.append({"call": name} | timed(CALLS[name], device) | machine)
-        results.write_lines(lines, COLUMNS, arguments.out)
-    print(narrow_heads(arguments.out))
+    print(narrow_heads(write_measured(__doc__, "narrow_heads.csv", COLUMNS, lines, CALLS)))
 
 
-def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """Return the fields of the line for a call."""
+def lines(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the line of a call."""
+    spec = CALLS[name]
     call = spec.call(device, torch.Generator(device).manual_seed(0))
     runs: dict[str, Run] = {
         f"{name}, ms": functools.partial(find(name).attention, **call.arguments())
@@ -101,13 +88,10 @@ def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
     runs |= {
         f"{each} consumers, ms": with_consumers(each, runs["triton-fa3, ms"]) for each in CONSUMERS
     }
-    samples = measure(runs, device, cache="cold", rounds=ROUNDS, max_seconds=0.1)
-    for sample in samples.values():
-        if sample.error is not None:
-            raise sample.error
-    line = {name: statistics.median(sample.ms) for name, sample in samples.items()}
-    sizes = {name: getattr(spec, name) for name in COLUMNS[1:7]}
-    return sizes | line | predicted(spec, device)
+    samples = timed(runs, device, ROUNDS, 0.1)
+    sizes = {size: getattr(spec, size) for size in COLUMNS[1:7]}
+    times = {part: statistics.median(sample.ms) for part, sample in samples.items()}
+    yield {"call": name} | sizes | times | predicted(spec, device)
 
 
 def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
@@ -151,5 +135,4 @@ def with_consumers(count: int, run: Run) -> Run:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
+from benchmarks.gpu import MACHINE, gpu, measured_on, timed
 from benchmarks.masks import NARROW, WIDE, adding, hiding
 from benchmarks.tables.speed import per_pair
 from benchmarks.variants import (
@@ -41,7 +41,6 @@ from benchmarks.variants import (
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find, select
 from replay.timing.flops import valid_pairs
-from replay.timing.rounds import measure
 from replay.workloads.random_calls import Spec
 
 KERNELS = (
@@ -143,12 +142,10 @@ def compare(
             candidates[each, "drop-in"] = partial(by.attention, **call.arguments())
             if kernel.prepare is not None and of_plain is kernel:
                 candidates[each, "core"] = kernel.prepare(call)
-        samples = measure(candidates, device, cache="cold", rounds=ROUNDS, max_seconds=0.4)
+        samples = timed(candidates, device, ROUNDS, 0.4)
         for (each, part), sample in samples.items():
             if each == name:
                 continue
-            if sample.error is not None:
-                raise sample.error
             beside = samples[name, part].ms
             ratios = [
                 ms / pairs[each] / (own / pairs[name])

@@ -9,10 +9,9 @@ the quantisation. `attention_kernels.dispatch.is_faster_in_8_bits` follows from 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ import torch
 from attention_kernels import dispatch
 from attention_kernels.operators import attention
 from attention_kernels.options import PLAIN
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
-from replay.timing.rounds import measure
+from benchmarks.gpu import MACHINE, timed, write_measured
 from replay.workloads.random_calls import Spec
 
 ROUNDS = 7
@@ -61,30 +58,22 @@ def calls() -> list[Spec]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "precisions.csv")
-    out = parser.parse_args().out
-    device = gpu()
-    machine = measured_on(device)
-    lines: list[dict[str, Any]] = []
+    write_measured(__doc__, "precisions.csv", COLUMNS, lines)
+
+
+def lines(_: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the line of each call."""
     for spec in calls():
-        line = timed(spec, device)
-        lines.append(line | machine)
-        results.write_lines(lines, COLUMNS, out)
-        print(*(f"{line[name]:.3g}" for name in COLUMNS[:-3]), flush=True)
+        yield line(spec, device)
 
 
-def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """Return the fields of a call's line, except those of the machine."""
+def line(spec: Spec, device: torch.device) -> dict[str, Any]:
     call = spec.call(device, torch.Generator(device).manual_seed(0))
     runs = {
         precision: functools.partial(attention, **call.arguments(), precision=precision)
         for precision in PRECISIONS
     }
-    samples = measure(runs, device, cache="cold", rounds=ROUNDS, max_seconds=0.1)
-    for sample in samples.values():
-        if sample.error is not None:
-            raise sample.error
+    samples = timed(runs, device, ROUNDS, 0.1)
     ms = {name: statistics.median(sample.ms) for name, sample in samples.items()}
     is_8_bit = dispatch.is_faster_in_8_bits(call.query, call.key, PLAIN)
     return (

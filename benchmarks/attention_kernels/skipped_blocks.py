@@ -10,10 +10,8 @@ of dense attention, which on Hopper is another kernel. Writes
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +21,7 @@ from torch import Tensor
 from attention_kernels.operators import attention
 from attention_kernels.sparse import block_sparse
 from attention_kernels.sparse.block_choice import visited_of
-from benchmarks import results
-from benchmarks.gpu import MACHINE, gpu, measured_on
-from replay.timing.rounds import measure
+from benchmarks.gpu import MACHINE, timed, write_measured
 from replay.timing.statistics import paired_speedup
 
 HEADS, LENGTH = 16, 8192
@@ -35,9 +31,12 @@ SKIP = 1e-4
 COLUMNS = ("head_dim", "computed", "time ratio", *MACHINE)
 
 
-def timed(head_dim: int, device: torch.device) -> Iterator[dict[str, Any]]:
+HEAD_DIMS = ("64", "128", "256")
+
+
+def lines(head_dim: str, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield a line without `skip`, and a line for each of KEPT."""
-    shape = 1, HEADS, LENGTH, head_dim
+    shape = 1, HEADS, LENGTH, int(head_dim)
     query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
     rows, keys = block_sparse.block_sizes(query, key, value)
     tiles, blocks = -(-LENGTH // rows), -(-LENGTH // keys)
@@ -56,25 +55,16 @@ def timed(head_dim: int, device: torch.device) -> Iterator[dict[str, Any]]:
         run = partial(attend, query, keys_of_share, value, visited, skip=SKIP)
         name = f"skip, {share:.0%} kept"
         runs[name], computed[name] = run, float(run(return_map=True)[1].float().mean())
-    samples = measure(runs, device, cache="cold", rounds=15, max_seconds=0.3)
+    samples = timed(runs, device, 15, 0.3)
     for name, share in computed.items():
         ratio = 1 / paired_speedup(samples["dense"].ms, samples[name].ms).ratio
-        print(
-            f"head_dim {head_dim}, {name}: {share:.2f} computed, {ratio:.2f} of dense", flush=True
-        )
         yield {"head_dim": head_dim, "computed": f"{share:.2f}", "time ratio": f"{ratio:.2f}"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "skipped_blocks.csv")
-    arguments = parser.parse_args()
-    device = gpu()
-    machine = measured_on(device)
     # On Hopper, the module takes another kernel, and refuses `skip`.
     with patch.multiple(block_sparse, can_skip=_always, _is_for_hopper=_never):
-        lines = [line | machine for dim in (64, 128, 256) for line in timed(dim, device)]
-    results.write_lines(lines, COLUMNS, arguments.out)
+        write_measured(__doc__, "skipped_blocks.csv", COLUMNS, lines, HEAD_DIMS)
 
 
 def _always(query: Tensor) -> bool:
@@ -86,5 +76,4 @@ def _never(query: Tensor, value: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

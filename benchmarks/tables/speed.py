@@ -149,13 +149,8 @@ def per_pair(path: Path) -> str:
 
 
 def decode(path: Path) -> str:
-    """List ms of decode by cache, and in brackets the share that reading the memory needs.
-
-    Only the tiling that the kernel plans is listed, not alternatives.
-    """
-    rows = [
-        row for row in results.read(path) if row["tiling"].startswith("plan") or not row["tiling"]
-    ]
+    """List ms of decode by cache, and in brackets the share that reading the memory needs."""
+    rows = results.read(path)
     caches = list(dict.fromkeys(row["cache"] for row in rows))
     caches.sort(
         key=lambda name: (not name.startswith("16"), name.partition(" ")[0] not in IN_8_BITS)

@@ -48,7 +48,7 @@ def no_mask(call: AnyCall) -> str | None:
 
 
 def no_causal(call: AnyCall) -> str | None:
-    return "takes no is_causal" if call.is_causal else None
+    return "takes no causal calls" if call.is_causal else None
 
 
 def needs_causal(call: AnyCall) -> str | None:
@@ -57,7 +57,7 @@ def needs_causal(call: AnyCall) -> str | None:
 
 def mask_or_causal(call: AnyCall) -> str | None:
     both = call.attn_mask is not None and call.is_causal
-    return "attn_mask and is_causal together" if both else None
+    return "takes no attn_mask in causal calls" if both else None
 
 
 def bool_mask_only(call: AnyCall) -> str | None:

@@ -473,17 +473,20 @@ def _with_texts(kernel: Kernel, given: str) -> Kernel:
     values = {}
     for part in given.split(","):
         option, _, text = part.strip().partition("=")
+        name = f"{kernel.name}[{given}]"
         if option not in known:
             raise KernelNameError(
                 f"{kernel.name} has no option {option!r}: it has {', '.join(known)}"
             )
+        if not text:
+            raise KernelNameError(f"{name}: {option} has no value: write {option}=VALUE")
+        if option in values:
+            raise KernelNameError(f"{name}: {option} is given twice: leave one of them out")
         kind = type(known[option].default)
         try:
             values[option] = kind(text)
         except ValueError as error:
-            raise KernelNameError(
-                f"{kernel.name}[{given}]: {text!r} is not a valid {kind.__name__}"
-            ) from error
+            raise KernelNameError(f"{name}: {text!r} is not a valid {kind.__name__}") from error
     return with_options(kernel, values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +14,7 @@ from capture.text.printable import printable
 from replay.report.answer import answer
 from replay.report.crossover import crossover_lines
 from replay.report.fitted import FittedTable
-from replay.report.groups import Group, common_and_own
+from replay.report.groups import Group, common_and_own, names_by_sentence
 from replay.report.matrix import BUSY, MARKS, Matrix, Outcome, matrix
 from replay.report.pooled import ranked_by, typical_time
 from replay.rows.row import KernelId, Row
@@ -79,14 +80,14 @@ def print_first_screen(rows: Sequence[Row], console: Console, heading: str) -> N
     marks = [f"{mark} {text}" for of, (mark, text) in MARKS.items() if of in outcomes]
     if marks:
         console.print(Text("  ".join(marks), "dim"))
-    reasons = list(_reasons(found, shown))
+    reasons = list(_reasons(found, shown, letters))
     for line in reasons[:REASONS]:
         console.print(line)
     if len(reasons) > REASONS:
         console.print(Text(f"{len(reasons) - REASONS} more reasons: --details", "dim"))
     missing = [kernel for kernel in found.kernels if kernel not in shown]
     if 0 < len(missing) <= FEW:
-        for line in _reasons(found, missing):
+        for line in _reasons(found, missing, letters):
             console.print(line)
     elif missing:
         listed = f"{counted(len(missing), 'kernel')} not available here, listed by: replay kernels"
@@ -112,8 +113,26 @@ def _label(found: Matrix, kernel: KernelId) -> str:
     return printable(found.label(kernel))
 
 
-def _reasons(found: Matrix, shown: Sequence[KernelId]) -> Iterator[Text]:
+def _reasons(found: Matrix, shown: Sequence[KernelId], letters: Sequence[str]) -> Iterator[Text]:
+    """Yield each reason after the kernels and columns that it belongs to; a kernel without
+    columns has the reason in all of them."""
     for outcome, names, reason in found.reasons(shown):
+        pairs: list[tuple[str, str]] = []
+        for kernel in shown:
+            columns = [
+                letter
+                for letter, cell in zip(letters, found.row(kernel), strict=True)
+                if cell.outcome == outcome and _words(cell.reason) == _words(reason)
+            ]
+            if columns and f", {kernel}, " in f", {names}, ":
+                in_columns = f" in {', '.join(columns)}" if len(columns) < len(letters) else ""
+                pairs.append((str(kernel), in_columns))
+        places = "; ".join(f"{own}{where}" for where, own in names_by_sentence(pairs).items())
         mark = Text(MARKS[outcome][0], STYLES[outcome])
         remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
-        yield mark.append(printable(f" {names}: {reason}{remedy}"), "not bold default")
+        yield mark.append(printable(f" {places}: {reason}{remedy}"), "not bold default")
+
+
+def _words(reason: str) -> str:
+    """Return a reason without figures, which `Matrix.reasons` ignores too."""
+    return re.sub(r"[\d.,]+", "", reason)

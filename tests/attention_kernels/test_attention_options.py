@@ -229,7 +229,7 @@ def test_pages_hold_no_padding_beside_a_diagonal() -> None:
     keys = torch.arange(100, device=DEVICE) >= torch.tensor([[0], [90]], device=DEVICE)
     call = call_of(3, 100, batch=2, attn_mask=keys[:, None, None])
     verify("triton-paged-decode", call)
-    reason = "attn_mask beside is_causal, a window or lengths of keys"
+    reason = "attn_mask beside a causal mask, a window or lengths of keys"
     for changed in (
         replace(call, is_causal=True),
         replace(call, variant=AttentionVariant(True, (5, None))),

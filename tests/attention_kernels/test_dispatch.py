@@ -161,7 +161,7 @@ INPUTS = dict(zip(("query", "key", "value"), inputs(40, 70), strict=True))
 QUERY, KEY, VALUE = INPUTS.values()
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "has no dropout"),
-    "dimensions": ({"query": QUERY[0]}, "4 dimensions, got 3, 4, 4"),
+    "dimensions": ({"query": QUERY[0]}, r"4 dimensions \(batch, .*\), got 3, 4, 4"),
     "shapes": ({"key": KEY[:, :, 1:]}, "do not fit together"),
     "heads": ({"query": QUERY.repeat(1, 2, 1, 1)}, "pass enable_gqa=True"),
     "dtype": ({"query": QUERY.double()}, "got torch.float64, torch.float16"),

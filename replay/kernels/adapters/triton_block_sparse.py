@@ -68,14 +68,14 @@ def _shares(name: str, text: str) -> tuple[float, ...]:
         return tuple(map(float, text.split("/")))
     except ValueError:
         raise ValueError(
-            f"{name} is a number, or one for each query head such as 0.25/1/0.5, not {text!r}"
+            f"{name} must be a number, or one for each query head such as 0.25/1/0.5, got {text!r}"
         ) from None
 
 
 def _triple(name: str, text: str) -> tuple[int, int, int]:
     numbers = text.split("x")
     if len(numbers) != 3 or not all(map(str.isdecimal, numbers)):
-        raise ValueError(f"{name} is FRAMESxROWSxCOLUMNS, such as 13x30x45, not {text!r}")
+        raise ValueError(f"{name} must be FRAMESxROWSxCOLUMNS, such as 13x30x45, got {text!r}")
     frames, rows, columns = map(int, numbers)
     return frames, rows, columns
 
@@ -125,9 +125,9 @@ def _skip_of(text: str) -> float:
     try:
         skip = float(text)
     except ValueError:
-        raise ValueError(f"skip is a number, not {text!r}") from None
+        raise ValueError(f"skip must be a number, got {text!r}") from None
     if not 0 < skip < 1:
-        raise ValueError(f"skip is more than 0 and less than 1, not {text}")
+        raise ValueError(f"skip must be more than 0 and less than 1, got {text}")
     return skip
 
 

@@ -41,15 +41,6 @@ def _fits_a_grid(call: AttentionCall) -> str | None:
     return None if rows <= MOST_ROWS else f"{rows} query rows of a key head: at most {MOST_ROWS}"
 
 
-DECODE_LIMITS = (
-    limits.no_dropout,
-    limits.or_scaled_pages(limits.half_precision),
-    limits.max_head_dim(256),
-    limits.max_queries(16),
-    _fits_a_grid,
-    limits.no_huge_softcap,
-)
-
 LATENT, TAIL = 512, 128
 """Maximum head dimension of a value that is the first part of its key (absorbed MLA), and of the
 key's other part. In DeepSeek's models the dimensions are 512 and 64."""
@@ -64,14 +55,18 @@ def _head_dim(call: AttentionCall) -> str | None:
     return f"head_dim {latent} + {tail}: at most {LATENT} + {TAIL}"
 
 
-LIMITS = (
-    limits.no_dropout,
-    limits.or_scaled_pages(limits.half_precision),
-    _head_dim,
-    limits.max_queries(16),
-    _fits_a_grid,
-    limits.no_huge_softcap,
-)
+def _limits(head_dim: limits.Constraint) -> tuple[limits.Constraint, ...]:
+    return (
+        limits.no_dropout,
+        limits.or_scaled_pages(limits.half_precision),
+        head_dim,
+        limits.max_queries(16),
+        _fits_a_grid,
+        limits.no_huge_softcap,
+    )
+
+
+LIMITS, DECODE_LIMITS = _limits(_head_dim), _limits(limits.max_head_dim(256))
 
 
 def _decode(call: Arguments) -> Tensor:
@@ -122,7 +117,7 @@ def _mask_alone(call: AnyCall) -> str | None:
     diagonal = call.is_causal or call.variant.window != (None, None)
     if call.attn_mask is None or not (diagonal or call.seqused_k is not None):
         return None
-    return "attn_mask beside is_causal, a window or lengths of keys"
+    return "attn_mask beside a causal mask, a window or lengths of keys"
 
 
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:

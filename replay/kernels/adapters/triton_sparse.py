@@ -80,7 +80,7 @@ def _chosen_paged(call: AttentionCall, keep: float, page_size: int) -> Tensor:
 
 def _check_keep(keep: float) -> None:
     if not 0 < keep <= 1:
-        raise ValueError(f"a share of the keys is more than 0 and at most 1, not {keep}")
+        raise ValueError(f"keep must be more than 0 and at most 1, got {keep:g}")
 
 
 def _sparse_kernel(keep: float = DEFAULT_KEEP) -> Kernel:

@@ -1,20 +1,25 @@
 """Tensors that do not fit together are refused, and vectors of any stride are read correctly."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from attention_kernels.decode.contiguous_decode import contiguous_decode
+from attention_kernels.decode.paged_batch import paged_batch
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import page
 from attention_kernels.decode.quantised_decode import quantised_decode
 from attention_kernels.launch.launcher import Launch
+from attention_kernels.operators import attention
 from attention_kernels.portable.masked_prefill import masked_prefill, visited_blocks_of
 from attention_kernels.portable.prefill import prefill
 from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
 from attention_kernels.quantised.quantised_prefill import quantised_prefill
+from attention_kernels.sparse.block_sparse import block_sizes
 from attention_kernels.sparse.sparse_decode import sparse_decode
 from attention_kernels.sparse.token_choice import choose_paged_tokens
 from capture.call.attention_call import AttentionCall
@@ -103,18 +108,56 @@ MISFITS: dict[str, tuple[Tensor, Tensor, Tensor]] = {
     "fewer values than keys": (QUERY, KEY, VALUE[:, :, :9]),
     "a smaller query": (QUERY[..., :16], KEY, VALUE),
     "heads that no group shares": (QUERY[:, :3], KEY, VALUE),
+    "no batch": (QUERY[0], KEY[0], VALUE[0]),
+    "a query without a batch": (QUERY[0], KEY, VALUE),
 }
+MASK = torch.ones(1, KEYS, dtype=torch.bool, device=DEVICE)
+
+
+def _chosen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    indices = torch.zeros(BATCH, KV_HEADS, 3, dtype=torch.int32, device=DEVICE)
+    return sparse_decode(query, key, value, indices)
 
 
 def _in_8_bits(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return quantised_decode(query, key, value, dtype=torch.int8)
 
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "attention": partial(attention, enable_gqa=True),
+    "contiguous_decode": contiguous_decode,
+    "quantised_decode": _in_8_bits,
+    "prefill": prefill,
+    "masked_prefill": partial(masked_prefill, attn_mask=MASK),
+    "padded_prefill": partial(padded_prefill, keys=KeyRanges(None, LENGTHS)),
+    "quantised_prefill": quantised_prefill,
+    "sparse_decode": _chosen,
+    "block_sizes": block_sizes,
+}
+
+
 @pytest.mark.parametrize("misfit", MISFITS)
-@pytest.mark.parametrize("attend", [contiguous_decode, _in_8_bits, prefill, quantised_prefill])
-def test_refuses_tensors_that_do_not_fit(attend: Callable[..., Tensor], misfit: str) -> None:
-    with pytest.raises(ValueError, match=r"do not fit together|are not a multiple of"):
-        attend(*MISFITS[misfit])
+@pytest.mark.parametrize("attend", FUNCTIONS)
+def test_refuses_tensors_that_do_not_fit(attend: str, misfit: str) -> None:
+    match = r"do not fit together|are not a multiple of|of 4 dimensions"
+    with pytest.raises(ValueError, match=match):
+        FUNCTIONS[attend](*MISFITS[misfit])
+
+
+def test_refuses_packed_tensors_with_a_batch() -> None:
+    cache = page(KEY, VALUE, 16)
+    with pytest.raises(ValueError, match=r"a query of 3 dimensions .* got 4, 4, 4"):
+        paged_batch(QUERY, *cache, LENGTHS, 3)
+    with pytest.raises(ValueError, match=r"of 3 dimensions \(tokens, .*\), got 4, 4, 4"):
+        packed_prefill(QUERY, KEY, VALUE, LENGTHS, LENGTHS, 3)
+
+
+@pytest.mark.parametrize("attend", [contiguous_decode, prefill, quantised_prefill])
+def test_refuses_other_types_of_options(attend: Callable[..., Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"options must be AttentionOptions\(...\)"):
+        attend(QUERY, KEY, VALUE, options=None)
+    with pytest.raises(TypeError, match="options must be"):
+        paged_batch(QUERY[:, :, 0], *page(KEY, VALUE, 16), LENGTHS, 3, options=None)
 
 
 @pytest.mark.parametrize("attend", [contiguous_decode, prefill, quantised_prefill])
@@ -136,6 +179,8 @@ def test_refuses_too_few_lengths() -> None:
     cache = page(KEY, VALUE, 16)
     with pytest.raises(ValueError, match="pages of keys"):
         paged_decode(QUERY, cache.key_pages, cache.value_pages[1:], *cache[2:])
+    with pytest.raises(ValueError, match="pages of keys"):
+        paged_decode(QUERY, cache.key_pages[0], cache.value_pages[0], *cache[2:])
 
 
 def test_refuses_what_other_masks_leave() -> None:

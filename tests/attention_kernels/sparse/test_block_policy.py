@@ -130,19 +130,22 @@ def test_a_window_keeps_every_block_in_reach(text: int, window: tuple[int, int, 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({}, "give one of keep, mass and window"),
-        ({"keep": 0.5, "mass": 0.5}, "give one of keep, mass and window"),
-        ({"keep": 0.0}, "keep is more than 0 and at most 1, not 0"),
-        ({"keep": (0.5, 1.5)}, "keep is more than 0 and at most 1, not 1.5"),
-        ({"mass": math.nan}, "mass is more than 0"),
-        ({"window": (1, 1, 1)}, "a window needs the grid"),
-        ({"keep": 0.5, "grid": (1, 1, 1)}, "only a window has one"),
-        ({"window": (0, -1, 0), "grid": (1, 1, 1)}, "leaves a query no key"),
-        ({"window": (0, 0, 0), "grid": (0, 1, 1)}, "frames, rows and columns are 1 or more"),
+        ({}, "give exactly one of keep, mass and window, got none of them"),
+        ({"keep": 0.5, "mass": 0.5}, "one of keep, mass and window, got keep and mass"),
+        ({"keep": 0.0}, "keep must be more than 0 and at most 1, got 0: use a share such as 0.5"),
+        ({"keep": (0.5, 1.5)}, "keep must be more than 0 and at most 1, got 1.5"),
+        ({"mass": math.nan}, "mass must be more than 0"),
+        ({"keep": "a"}, "keep must be a number, or a tuple of one for each head, got 'a'"),
+        ({"mass": [0.5, 1.0]}, "mass must be a number, or a tuple of one for each head"),
+        ({"window": (1, 1, 1)}, "window needs a grid: add the numbers of frames"),
+        ({"keep": 0.5, "grid": (1, 1, 1)}, "leave it out, or replace keep by one"),
+        ({"window": (0, -1, 0), "grid": (1, 1, 1)}, "window must be .* at least 0"),
+        ({"window": 1, "grid": (1, 1, 1)}, "window must be a tuple of three integers .* got 1"),
+        ({"window": (0, 0, 0), "grid": (0, 1, 1)}, "grid must be .* at least 1"),
     ],
 )
 def test_refuses_policies_without_a_meaning(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises((TypeError, ValueError), match=reason):
         BlockPolicy(**fields)
 
 
@@ -150,8 +153,12 @@ def test_refuses_policies_without_a_meaning(fields: dict[str, Any], reason: str)
     ("policy", "is_causal", "reason"),
     [
         (BlockPolicy(keep=(0.5, 1.0)), False, "2 shares for 3 query heads"),
-        (BlockPolicy(window=(1, 1, 1), grid=(2, 2, 5)), False, "needs at least 20"),
-        (BlockPolicy(window=(1, 1, 1), grid=(2, 2, 2)), True, "takes no is_causal"),
+        (
+            BlockPolicy(window=(1, 1, 1), grid=(2, 2, 5)),
+            False,
+            "as many queries as keys, and at least 20: this call has 12",
+        ),
+        (BlockPolicy(window=(1, 1, 1), grid=(2, 2, 2)), True, "takes no causal calls"),
     ],
 )
 def test_refuses_calls_that_do_not_fit(policy: BlockPolicy, is_causal: bool, reason: str) -> None:

@@ -1,6 +1,8 @@
 """The kernels choose the blocks of `kept_blocks`, and attend to the chosen blocks only."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,7 +175,7 @@ def test_a_block_is_skipped_if_its_weights_are_small_for_all_queries(
 
 
 def test_refuses_shares_to_skip() -> None:
-    for text, reason in (("2", "less than 1, not 2"), ("few", "a number, not 'few'")):
+    for text, reason in (("2", "less than 1, got 2"), ("few", "a number, got 'few'")):
         with pytest.raises(KernelNameError, match=reason):
             find(f"{NAME}[skip={text}]")
 
@@ -186,7 +188,7 @@ def test_refuses_maps_and_lists_that_do_not_fit() -> None:
     visited = visited_of(kept, *tensors)
     with pytest.raises(ValueError, match="tiles and 5 blocks of 1 heads"):
         block_sparse_attention(call.query, call.key[:, :, :512], call.value[:, :, :512], visited)
-    with pytest.raises(ValueError, match="needs 2 tiles, 5 blocks"):
+    with pytest.raises(ValueError, match="2 tiles, 5 blocks"):
         visited_of(kept[..., 1:], *tensors)
     kept[:, :, 1] = False
     with pytest.raises(ValueError, match="leaves a query without a key"):
@@ -197,14 +199,38 @@ def test_refuses_maps_and_lists_that_do_not_fit() -> None:
         visited_of(kept, *tensors, is_causal=True)
 
 
+QUERY, KEY = (torch.zeros(1, 1, length, 16, device=DEVICE) for length in (8, 20))
+VISITED = choose_blocks(QUERY, KEY, KEY, BlockPolicy(keep=1.0))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (partial(block_sparse_attention, QUERY, KEY, KEY, BlockPolicy(keep=1.0)),
+         r"result of choose_blocks\(...\) or visited_of\(...\), got BlockPolicy"),
+        (partial(block_sparse_attention, QUERY, KEY, KEY, VISITED, skip="a"),
+         "skip must be a number or None, got str"),
+        (partial(block_sparse_attention, QUERY, None, KEY, VISITED), "key must be a tensor"),
+        (partial(visited_of, torch.ones(1, 1, 1, 1), QUERY, KEY, KEY),
+         "kept in torch.float32: needs bool, for example kept > 0"),
+        (partial(visited_of, [[True]], QUERY, KEY, KEY), "kept must be a tensor, got list"),
+        (partial(choose_blocks, QUERY, KEY, KEY, 0.5), r"a BlockPolicy\(...\), got float"),
+        (partial(kept_blocks, QUERY, KEY, VISITED, 4, 4), "got VisitedBlocks"),
+    ],
+)  # fmt: skip
+def test_refuses_arguments_of_other_types(wrong: Callable[[], Any], reason: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=reason):
+        wrong()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("keep=0", "keep is more than 0 and at most 1, not 0: every query keeps a block"),
-        ("keep=half", "keep is a number, or one for each query head"),
-        ("keep=0.5,mass=0.5", "give one of keep, mass and window"),
-        ("window=1x1", "window is FRAMESxROWSxCOLUMNS, such as 13x30x45, not '1x1'"),
-        ("window=1x1x1", "a window needs the grid"),
+        ("keep=0", "keep must be more than 0 and at most 1, got 0"),
+        ("keep=half", "keep must be a number, or one for each query head"),
+        ("keep=0.5,mass=0.5", "give exactly one of keep, mass and window"),
+        ("window=1x1", "window must be FRAMESxROWSxCOLUMNS, such as 13x30x45, got '1x1'"),
+        ("window=1x1x1", "window needs a grid"),
     ],
 )
 def test_refuses_options_without_a_meaning(options: str, reason: str) -> None:
@@ -217,8 +243,8 @@ def test_refuses_options_without_a_meaning(options: str, reason: str) -> None:
     [
         ("", {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, "takes no attn_mask"),
         ("[keep=1/1/1]", {}, "3 shares for 2 query heads"),
-        ("[window=1x1x1,grid=2x2x5]", {}, "a grid of 2x2x5 with 8 queries and 8 keys"),
-        ("[window=1x1x1,grid=1x2x2]", {"is_causal": True}, "takes no is_causal"),
+        ("[window=1x1x1,grid=2x2x5]", {}, "this call has 8 queries and 8 keys"),
+        ("[window=1x1x1,grid=1x2x2]", {"is_causal": True}, "takes no causal calls"),
     ],
 )
 def test_refuses_calls_in_a_sentence(options: str, fields: dict[str, Any], reason: str) -> None:

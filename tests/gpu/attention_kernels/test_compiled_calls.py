@@ -109,15 +109,6 @@ def test_tensors_may_be_on_another_gpu_than_the_current() -> None:
     assert torch.cuda.current_device() == 0
 
 
-def test_operator_passes_pytorchs_own_checks() -> None:
-    query, key, value = tensors(300, 300)
-    options = (None, True, None, "exact", None, False, None, None, None, False, True, False)
-    for return_lse in (False, True):
-        torch.library.opcheck(
-            torch.ops.attention_kernels.attention.default, (query, key, value, *options, return_lse)
-        )
-
-
 def test_graphs_of_reduce_overhead_keep_no_scratch_memory_of_the_warm_up() -> None:
     workspace._kept.cache_clear()  # the first use of scratch memory is within the warm-up
     workspace._reserves.clear()

@@ -120,11 +120,6 @@ def test_programs_merge_together_whatever_else_runs() -> None:
     assert all(torch.equal(each, expected) for each in own + beside)
 
 
-@pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])
-def test_decode_in_float16(sizes: Sizes) -> None:
-    verify("triton-decode", call_of(sizes, dtype=torch.float16))
-
-
 @pytest.mark.parametrize("sizes", [(2, 8, 8, 1, 4096, 64, 64), (2, 8, 2, 9, 500, 128, 128)])
 def test_decode_with_masks(sizes: Sizes) -> None:
     call = call_of(sizes)
@@ -136,10 +131,6 @@ def test_decode_with_masks(sizes: Sizes) -> None:
     verify("triton-decode", padding(call, [500, 3]))
     nothing = call.with_tensors({"attn_mask": biases > math.inf})
     assert not find("triton-decode").attention(**nothing.arguments()).any()
-
-
-def test_causal_is_aligned_top_left() -> None:
-    verify("triton-decode", call_of((2, 8, 2, 9, 500, 64, 64), is_causal=True))
 
 
 @pytest.mark.parametrize("name", ["triton-paged-decode", "triton-paged-decode[page_size=13]"])
@@ -215,12 +206,6 @@ def test_keys_beyond_two_to_the_31_elements() -> None:
     assert output.isfinite().all()
     alone = AttentionCall(query, key[:, :, last], key[:, :, last], enable_gqa=True)
     assert_right(masked, Expected.of(alone).reference, alone)
-
-
-def test_views_of_one_fused_buffer() -> None:
-    fused = torch.randn(2, 700, 2, 3, 128, device="cuda", dtype=torch.bfloat16)
-    query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
-    verify("triton-decode", AttentionCall(query[:, :, :1], key, value))
 
 
 @pytest.mark.parametrize("name", ["triton-decode", "triton-decode-int8"])

@@ -129,7 +129,7 @@ def test_random_call_is_replayed(run_cli: RunCli) -> None:
         (("--dir", "x", "--mask", "window"), ("unknown option --mask",)),
         (("--dir", "x", "--max", "1"), ("unknown option --max: did you mean --max-seconds or",)),
         ((*SHAPE, "--timeout", "5"), ("not allowed with argument",)),
-        ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
+        ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, got 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--dir", "capturde"), ("capturde: no such directory: did you mean captured?",)),
         (("suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),

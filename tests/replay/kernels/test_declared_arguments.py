@@ -30,7 +30,7 @@ CALLS = {
 REASONS = {
     "mask": "takes no attn_mask",
     "bias": "takes no attn_mask",
-    "causal": "takes no is_causal",
+    "causal": "takes no causal calls",
     "scale": "takes no scale: always 1/sqrt(head_dim), not 0.3",
     "heads": "2 query heads over 1 key heads: needs equal numbers",
 }

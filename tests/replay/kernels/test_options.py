@@ -45,6 +45,9 @@ def test_name_with_options_is_found(name: str, about: str) -> None:
     ("name", "sentence"),
     [
         ("mine[depth=3]", "mine has no option 'depth': it has keep, size"),
+        ("mine[keep]", "mine[keep]: keep has no value: write keep=VALUE"),
+        ("mine[size=2,keep=]", "keep has no value"),
+        ("mine[keep=0.5,keep=0.6]", "keep is given twice: leave one of them out"),
         ("mine[keep=much]", "'much' is not a valid float"),
         ("mine[size=1.5]", "'1.5' is not a valid int"),
         ("mine[keep=2]", "at most 1, not 2"),

@@ -25,7 +25,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "triton-fa2": [({"variant": AttentionVariant(softcap=2.0**15)}, "at most 16384 in 16 bits")],
     "triton-masked": [
         ({}, "takes calls with an attn_mask only"),
-        ({"attn_mask": MASK, "is_causal": True}, "attn_mask and is_causal together"),
+        ({"attn_mask": MASK, "is_causal": True}, "takes no attn_mask in causal calls"),
     ],
     "triton-varlen": [
         ({}, "this call has no attn_mask, and is not packed"),
@@ -40,10 +40,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "triton-paged-decode": [
         ({"attn_mask": HOLES.expand(1, 1, 1, 13)}, "padding mask"),
-        ({"attn_mask": PADDING.expand(1, 1, 1, 13), "is_causal": True}, "beside is_causal"),
+        ({"attn_mask": PADDING.expand(1, 1, 1, 13), "is_causal": True}, "beside a causal mask"),
     ],
     "triton-fp8": [
-        ({"attn_mask": MASK, "is_causal": True}, "attn_mask and is_causal together"),
+        ({"attn_mask": MASK, "is_causal": True}, "takes no attn_mask in causal calls"),
         ({"attn_mask": MASK, "variant": WINDOW}, BESIDE),
         ({"attn_mask": MASK, "seqused_k": torch.tensor([7], dtype=torch.int32)}, BESIDE),
         ({"attn_mask": MASK.half()}, "takes a bool attn_mask only, not float16"),

@@ -358,7 +358,7 @@ def test_sparge_is_exact_or_refuses(spas_sage_attn: list[float], variant: str, t
         **FEWER_KEY_HEADS,
         **REFUSED,
         **OTHER_HEAD_DIMS,
-        **dict.fromkeys(causal, "takes no is_causal"),
+        **dict.fromkeys(causal, "takes no causal calls"),
         **dict.fromkeys(("decode of one", "decode, scale"), "length 1: at least 128"),
     }
     assert set(spas_sage_attn) == {topk}

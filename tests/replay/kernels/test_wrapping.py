@@ -74,13 +74,13 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "causal": (
         {"is_causal": True},
-        "takes no is_causal|causal with .* bottom right, SDPA top left"
-        "|attn_mask and is_causal together",
+        "takes no causal calls|causal with .* bottom right, SDPA top left"
+        "|takes no attn_mask in causal calls",
     ),
     "mask and causal": (
         {"is_causal": True, "attn_mask": PADDING[:, None, None]},
-        "attn_mask and is_causal together|takes no attn_mask|takes no is_causal"
-        "|attn_mask beside is_causal, a window or lengths of keys",
+        "takes no attn_mask in causal calls|takes no attn_mask|takes no causal calls"
+        "|attn_mask beside a causal mask, a window or lengths of keys",
     ),
     "scale": ({"scale": 0.3}, r"takes no scale: always 1/sqrt\(head_dim\), not 0.3"),
     "negative scale": (

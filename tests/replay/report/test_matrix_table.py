@@ -49,9 +49,11 @@ def test_first_screen_answers_first_and_lists_each_kernel_once() -> None:
     assert cells["zeros"] == ["–", "✗", "–"]
     assert cells["sage"] == ["(quantised)", "0.25×", "–", "–"]
     assert cells["noisy"] == ["–", "–", "?"]
-    assert "✗ zeros: max abs error 3 exceeds 1" in lines
-    assert "✗ twos: max abs error 2 exceeds 1" in lines
-    assert "✗ hangs: timeout: took 300 s" in lines
+    assert "✗ zeros in B: max abs error 3 exceeds 1" in lines
+    assert "✗ twos in B: max abs error 2 exceeds 1" in lines
+    assert "✗ hangs in A, B: timeout: took 300 s" in lines
+    own = "[/red], mine, hangs in C; sage in B, C; noisy in A, B; zeros, twos in A, C"
+    assert f"– {own}: it was not replayed" in screen(rows(), 200).splitlines()
     assert "47 kernels not available here, listed by: replay kernels" in lines
     assert "cuda-" not in "".join(lines)
     assert "within" not in screen([on("a", "base", reason="max abs error 1 is within 2")])
