@@ -91,28 +91,53 @@ class Matrix:
         accuracy_class = self.class_of(kernel)
         return str(kernel) if accuracy_class == "exact" else f"{kernel} ({accuracy_class})"
 
-    def reasons(self, kernels: Sequence[KernelId]) -> Iterator[tuple[Outcome, str, str]]:
+    @property
+    def tried(self) -> list[KernelId]:
+        """Kernels that can run a kind of call, or should and failed."""
+        return [
+            kernel
+            for kernel in self.kernels
+            if any(cell.outcome != "cannot" for cell in self.row(kernel))
+        ]
+
+    def reasons(
+        self, kernels: Sequence[KernelId], columns: Sequence[str] = ()
+    ) -> Iterator[tuple[Outcome, str, str]]:
         """Yield outcome, names and reason.
 
         Figures in a reason may differ from call to call. Errors differ between kernels too, so a
         wrong kernel has a reason of its own.
+
+        Args:
+            columns: names of the kinds of call. The columns of a reason follow the kernel's name,
+                as in `fa2 in A, C`, unless they are all.
         """
         for outcome in UNEXPLAINED:
             first: dict[tuple[object, str], str] = {}
-            pairs: list[tuple[str, str]] = []
+            places: dict[str, dict[KernelId, list[int]]] = {}
             for kernel in kernels:
                 alike = kernel if outcome == "wrong" else None
-                for cell in self.row(kernel):
+                for at, cell in enumerate(self.row(kernel)):
                     if cell.outcome == outcome and cell.reason:
                         words = re.sub(r"[\d.,]+", "", cell.reason)
-                        pairs.append((str(kernel), first.setdefault((alike, words), cell.reason)))
-            for reason, names in names_by_sentence(pairs).items():
-                yield outcome, names, reason
+                        reason = first.setdefault((alike, words), cell.reason)
+                        places.setdefault(reason, {}).setdefault(kernel, []).append(at)
+            for reason, found in places.items():
+                pairs = ((str(kernel), _in(columns, own)) for kernel, own in found.items())
+                names = (f"{own}{where}" for where, own in names_by_sentence(pairs).items())
+                yield outcome, "; ".join(names), reason
 
     def is_unavailable(self, kernel: KernelId) -> bool:
         """Return True if no call ran a kernel because this machine lacks what it needs."""
         rows = (row for kind in self.kinds for row in kind.rows.get(kernel, ()))
         return all(row.status == "unavailable" for row in rows)
+
+
+def _in(columns: Sequence[str], own: Sequence[int]) -> str:
+    """Return where a reason holds; empty if everywhere, or if columns have no names."""
+    if len(columns) in (0, len(own)):
+        return ""
+    return f" in {', '.join(columns[at] for at in own)}"
 
 
 def matrix(rows: Sequence[Row]) -> Matrix:

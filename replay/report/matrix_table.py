@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +13,7 @@ from capture.text.printable import printable
 from replay.report.answer import answer
 from replay.report.crossover import crossover_lines
 from replay.report.fitted import FittedTable
-from replay.report.groups import Group, common_and_own, names_by_sentence
+from replay.report.groups import Group, common_and_own
 from replay.report.matrix import BUSY, MARKS, Matrix, Outcome, matrix
 from replay.report.pooled import ranked_by, typical_time
 from replay.rows.row import KernelId, Row
@@ -61,13 +60,14 @@ def print_first_screen(rows: Sequence[Row], console: Console, heading: str) -> N
         time = _baseline_time(kind)
         console.print(title.append(f" · {time}" if time else "", "dim default"))
     shown = [kernel for kernel in found.kernels if not found.is_unavailable(kernel)]
-    wanted = max((len(_label(found, kernel)) for kernel in shown), default=0)
+    tried = found.tried
+    wanted = max((len(_label(found, kernel)) for kernel in tried), default=0)
     at_once = max(1, (console.width - min(wanted, console.width // 2) - 2) // 8)
-    for first in range(0, len(letters), at_once):
+    for first in range(0, len(letters) if tried else 0, at_once):
         table = FittedTable("kernel")
         for letter in letters[first : first + at_once]:
             table.add_column(letter or "speed-up", justify="right", no_wrap=True)
-        for kernel in shown:
+        for kernel in tried:
             cells = found.row(kernel)[first : first + at_once]
             table.add_row(
                 Text(_label(found, kernel)),
@@ -114,25 +114,7 @@ def _label(found: Matrix, kernel: KernelId) -> str:
 
 
 def _reasons(found: Matrix, shown: Sequence[KernelId], letters: Sequence[str]) -> Iterator[Text]:
-    """Yield each reason after the kernels and columns that it belongs to; a kernel without
-    columns has the reason in all of them."""
-    for outcome, names, reason in found.reasons(shown):
-        pairs: list[tuple[str, str]] = []
-        for kernel in shown:
-            columns = [
-                letter
-                for letter, cell in zip(letters, found.row(kernel), strict=True)
-                if cell.outcome == outcome and _words(cell.reason) == _words(reason)
-            ]
-            if columns and f", {kernel}, " in f", {names}, ":
-                in_columns = f" in {', '.join(columns)}" if len(columns) < len(letters) else ""
-                pairs.append((str(kernel), in_columns))
-        places = "; ".join(f"{own}{where}" for where, own in names_by_sentence(pairs).items())
+    for outcome, names, reason in found.reasons(shown, letters):
         mark = Text(MARKS[outcome][0], STYLES[outcome])
         remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
-        yield mark.append(printable(f" {places}: {reason}{remedy}"), "not bold default")
-
-
-def _words(reason: str) -> str:
-    """Return a reason without figures, which `Matrix.reasons` ignores too."""
-    return re.sub(r"[\d.,]+", "", reason)
+        yield mark.append(printable(f" {names}: {reason}{remedy}"), "not bold default")

@@ -28,9 +28,7 @@ def matrix_table(found: Matrix) -> Iterator[str]:
     for name in common_and_own(found.kinds)[1]:
         yield f'<th scope="col">{_breakable(html.escape(name))}</th>'
     yield "</tr></thead><tbody>"
-    for kernel in found.kernels:
-        if found.is_unavailable(kernel):
-            continue
+    for kernel in found.tried:
         name = html.escape(printable(str(kernel)), quote=True)
         is_quantised = found.class_of(kernel) == "quantised"
         quantised = ' <span class="quiet">quantised</span>' if is_quantised else ""
