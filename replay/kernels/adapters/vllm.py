@@ -4,12 +4,15 @@
 `vllm-flash-attn-fp8` is the same function (version 3) for queries and caches that are already in
 float8_e4m3fn, with the scales of the call. `vllm-triton` is vLLM's Triton kernel for batches. The
 core gets what vLLM prepares once for all layers of a step, such as FlashAttention 3's schedule.
+
+vLLM is imported when one of them first runs: the import takes seconds, and changes PyTorch's
+compiler for all kernels of the process.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,20 +26,20 @@ from replay.kernels.layout import Packed
 from replay.kernels.libraries import Library, imported
 from replay.kernels.wrapping import at_once, register_adapted
 
-FLASH_ATTN = Library(
+LIBRARY = Library(
     module="vllm.vllm_flash_attn",
     package="vllm",
     install="run replay in vLLM's environment (pip install vllm)",
-    functions=("flash_attn_varlen_func", "get_scheduler_metadata"),
-)
-TRITON_ATTN = replace(
-    FLASH_ATTN,
-    module="vllm.v1.attention.ops.triton_unified_attention",
-    functions=("unified_attention",),
 )
 SEGMENTS, MOST_PROGRAMS = 16, 128
 """Parts of the keys that TRITON_ATTN computes separately in decode, and the product of sequences
 and key heads up to which it does so (`vllm/v1/attention/backends/triton_attn.py`, 0.22.1)."""
+
+
+def _unavailable(device: torch.device) -> str | None:
+    if reason := LIBRARY.wrong_device(device):
+        return reason
+    return None if importlib.util.find_spec("vllm") else f"not installed: {LIBRARY.install}"
 
 
 def _pages_or_packed_keys(call: AnyCall) -> str | None:
@@ -46,7 +49,7 @@ def _pages_or_packed_keys(call: AnyCall) -> str | None:
 
 
 def _prepare_flash_attn(call: AnyCall) -> Callable[[], Tensor]:
-    flash_attn, packed = FLASH_ATTN.load(), Packed.of(call)
+    flash_attn, packed = LIBRARY.load(), Packed.of(call)
     heads, head_dim = packed.query_THD.shape[1:]
     choose = imported("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version")
     arguments = varlen_arguments(call, packed)
@@ -78,7 +81,8 @@ def _prepare_flash_attn(call: AnyCall) -> Callable[[], Tensor]:
 
 
 def _prepare_triton(call: AnyCall) -> Callable[[], Tensor]:
-    attend, packed = imported(TRITON_ATTN.module, "unified_attention"), Packed.of(call)
+    module = "vllm.v1.attention.ops.triton_unified_attention"
+    attend, packed = imported(module, "unified_attention"), Packed.of(call)
     query, cap, left = packed.query_THD, call.variant.softcap, call.variant.window[0]
     heads, head_dim = query.shape[1:]
     few = MOST_PROGRAMS // packed.key_THD.shape[2]
@@ -132,26 +136,28 @@ _flash_limits = (
 )
 register_adapted(
     "vllm-flash-attn",
-    FLASH_ATTN,
+    LIBRARY,
     at_once(_prepare_flash_attn),
     (limits.half_precision, *_flash_limits),
     "FlashAttention in vLLM, over packed keys or pages",
     prepare=_prepare_flash_attn,
+    unavailable=_unavailable,
     features=(*KNOWN, "sinks", "packed", "key-lengths", "paged"),
 )
 register_adapted(
     "vllm-flash-attn-fp8",
-    FLASH_ATTN,
+    LIBRARY,
     at_once(_prepare_flash_attn),
     (limits.dtypes(torch.float8_e4m3fn), limits.needs_scales, *_flash_limits),
     "FlashAttention 3 in vLLM over a float8 cache with scales",
     prepare=_prepare_flash_attn,
+    unavailable=_unavailable,
     accuracy_class="quantised",
     features=(*KNOWN, "sinks", "packed", "key-lengths", "paged", "scaled"),
 )
 register_adapted(
     "vllm-triton",
-    TRITON_ATTN,
+    LIBRARY,
     at_once(_prepare_triton),
     (
         limits.no_dropout,
@@ -164,5 +170,6 @@ register_adapted(
     ),
     "vLLM's Triton kernel for batches over pages",
     prepare=_prepare_triton,
+    unavailable=_unavailable,
     features=(*KNOWN, "sinks", "packed", "key-lengths", "paged"),
 )

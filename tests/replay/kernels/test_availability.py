@@ -130,3 +130,17 @@ def test_capability_is_named_before_a_wrong_version(
     assert unavailable("sage1") == "sageattention 1.0.6 has no sageattn"
     install("sageattention", version=("sageattention", None), sageattn=len)
     assert unavailable("sage1") is None
+
+
+@pytest.mark.parametrize("name", ["vllm-flash-attn", "vllm-triton"])
+def test_vllm_is_not_imported_before_its_kernels_run(
+    name: str,
+    gpu: Callable[[int, int], torch.device],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, kernel = gpu(9, 0), catalogue()[name]
+    assert kernel.unavailable(device) == f"not installed: {kernel.install}"
+    (tmp_path / "vllm.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert kernel.unavailable(device) is None
