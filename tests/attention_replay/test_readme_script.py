@@ -32,9 +32,9 @@ def test_script_is_short_and_uses_public_names_alone() -> None:
 
 FEWER_ROUNDS = """
 from replay.timing import defaults
-defaults.ROUNDS = defaults.MINIMUM_ROUNDS
+defaults.ROUNDS = 3
 from replay.end_to_end import model_check
-model_check.ROUNDS_SECONDS = 0.1
+model_check.MOST_ROUNDS = 1
 """
 
 

@@ -41,13 +41,12 @@ COMPILED: list[Compiled] = [
     (kernel, (1, group, 1, length, length, head_dim, v_head_dim), True, fields)
     for head_dim, v_head_dim, group, length, kernel, fields in (
         (64, 64, 4, 1024, "triton-fa3", "variant=AttentionVariant(True, (127, None))"),
-        (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
         (128, 128, 1, 4096, "triton-fa3", ""),
         (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
         (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
         (256, 256, 1, 4096, "triton-fa3", "variant=AttentionVariant(softcap=50.0)"),
         (80, 80, 1, 4096, "triton-varlen", PACKED),
-        (72, 72, 1, 4096, "triton-fa3", ""),
+        (72, 72, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
     )
 ]
 QUANTISED: list[Compiled] = [

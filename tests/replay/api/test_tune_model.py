@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attention_replay as ar
 import models
-from replay.api import tuned_model
+from replay.api import tuned_model, tuning_stages
+from replay.api.choices import RunPlace
 from replay.api.session import Session
 from replay.api.tune_model import tune_runnable
 from replay.cli.main import main
@@ -94,12 +95,19 @@ def compared(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path
     return with_times(out.with_name("plan.json.tuning"))
 
 
+def without_times(patch: pytest.MonkeyPatch) -> None:
+    """Let plans be fast whatever the machine's load; no times need rounds or new processes."""
+    fast = Speedup(1.2, 1.1, 1.3, "fast", "interval-above-1")
+    patch.setattr(model_check, "paired_speedup", lambda *times: fast)
+    patch.setattr(model_check, "affordable_rounds", lambda seconds: 2)
+    patch.setattr(tuning_stages, "RunPlace", partial(RunPlace, in_process=True))
+
+
 @pytest.fixture
 def out(compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file of a plan whose kernels are compared, and fast in the model."""
     shutil.copytree(compared, tmp_path / "plan.json.tuning")
-    fast = Speedup(1.2, 1.1, 1.3, "fast", "interval-above-1")
-    monkeypatch.setattr(model_check, "paired_speedup", lambda *times: fast)
+    without_times(monkeypatch)
     return tmp_path / "plan.json"
 
 

@@ -114,7 +114,7 @@ def facts_of_another_call():
 
 @at(1)
 def continued_by_the_system():
-    """Leaves processes that burn processor time; a look at their children continues them."""
+    """Leaves a process that burns processor time; a look at its children continues it."""
     program = """
 import ctypes, fcntl, os, time
 system, pid, end = ctypes.CDLL(None), os.getpid(), time.time() + 60
@@ -128,5 +128,4 @@ while time.time() < end:
     try: os.read(watch, 4096)
     except BlockingIOError: pass
 """
-    for _ in range(2):
-        subprocess.Popen([sys.executable, "-S", "-E", "-c", program])
+    subprocess.Popen([sys.executable, "-S", "-E", "-c", program])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import attention_replay as ar
 from capture.cli.main import main as capture
 from replay.cli.main import main
 from tests.in_this_process import exit_code
@@ -21,11 +22,13 @@ def checked(place: Path, model: str, kernels: str, few: str, *options: str) -> l
     recorded, told = str(place / "recorded"), place / "told.jsonl"
     arguments = ["--model", model, "--size", "tiny", *few.split(), "--device", "cpu"]
     assert exit_code(capture, *arguments, "--out", recorded) == 0
-    names = ",".join(f"{place}/kernels.py:{name}" for name in kernels.split(","))
-    files = ["--checks", str(told), "--json", str(place / "rows.jsonl")]
-    quick = ["--device", "cpu", "--rounds", "3", "--model-rounds", "1"]
-    command = ["verify", "--dir", recorded, "--kernels", names, *files, *quick]
-    assert exit_code(main, *command, *options) == 0
+    names = [f"{place}/kernels.py:{name}" for name in kernels.split(",")]
+    here = {"workers": False, "device": "cpu", "rounds": 3, "progress": False}
+    rows = ar.replay(recorded, kernels=names, for_model=True, **here)
+    rows.write(place / "rows.jsonl")
+    files = ["--checks", str(told), "--rows", str(place / "rows.jsonl")]
+    command = ["verify", "--dir", recorded, "--kernels", ",".join(names), *files, "--device", "cpu"]
+    assert exit_code(main, *command, "--model-rounds", "1", *options) == 0
     own, wrong, *others = (json.loads(line) for line in told.read_text().splitlines())
     assert own["weights"].startswith("built-in, trained")
     assert wrong["status"] == "ok"

@@ -15,10 +15,10 @@ from .conftest import CALLS, SLOW_SECONDS, check
 
 
 class Told(NamedTuple):
-    """Results and checks file of one run of the command."""
+    """Results of one run of the command, and the file of its rows."""
 
     found: dict[str, dict[str, Any]]
-    file: Path
+    rows: Path
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,9 @@ def plan(workshop: Path) -> Path:
 def told(workshop: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """One run for all tests, since its processes take seconds to start."""
     file = tmp_path_factory.mktemp("told") / "told.jsonl"
-    options = ("--rounds", "3", "--model-rounds", "7", "--plan", str(plan))
-    return Told(check(workshop, file, "slow,raises,wrong", *options), file)
+    rows = file.with_name("rows.jsonl")
+    options = ("--rounds", "3", "--model-rounds", "7", "--plan", str(plan), "--json", str(rows))
+    return Told(check(workshop, file, "slow,raises,wrong", *options), rows)
 
 
 def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
@@ -85,8 +86,14 @@ def test_failing_kernel_loses_only_its_own_row(told: Told) -> None:
 
 
 @pytest.mark.slow
-def test_kernel_that_crashes_or_hangs_loses_its_own_row(workshop: Path, tmp_path: Path) -> None:
-    few = ("--rounds", "3", "--model-rounds", "3", "--timeout", "6")
+def test_kernel_that_crashes_or_hangs_loses_its_own_row(
+    workshop: Path, told: Told, tmp_path: Path
+) -> None:
+    text = told.rows.read_text()
+    for name in ("segfaults", "hangs"):
+        text += told.rows.read_text().replace("kernels.py:wrong", f"kernels.py:{name}")
+    (rows := tmp_path / "rows.jsonl").write_text(text)
+    few = ("--rows", str(rows), "--model-rounds", "1", "--timeout", "6")
     found = check(workshop, tmp_path / "told.jsonl", "segfaults,hangs,wrong", *few)
     assert [found[name]["status"] for name in ("segfaults", "hangs", "wrong")] == [
         *("crash", "timeout", "ok")

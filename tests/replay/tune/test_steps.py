@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 import attention_replay as ar
 from capture.storage.dataset import Dataset
-from replay.end_to_end import model_check
 from replay.report.tuning import used_kernels
-from replay.rows.row import Speedup
 from replay.tune.recorded_calls import chosen_steps, size
-from tests.replay.api.test_tune_model import INT8, SECONDS, Layer, with_times
+from tests.replay.api.test_tune_model import INT8, SECONDS, Layer, with_times, without_times
 
 SIGNATURE = {
     "query": (1, 2, 8, 16),
@@ -70,6 +68,7 @@ class Denoiser(nn.Module):
 def test_kernel_runs_only_at_the_steps_where_it_is_exact_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_times(monkeypatch)
     torch.manual_seed(0)
     model = Denoiser().eval()
     start = torch.randn(1, 48, 32)
@@ -92,8 +91,6 @@ def test_kernel_runs_only_at_the_steps_where_it_is_exact_enough(
     assert steps == [0, 0, 2, 2, 4, 4, 6, 6]
     assert capture.complete
     with_times(directory, {**SECONDS, "torch-flash": SECONDS["torch-default"]})
-    fast = Speedup(1.2, 1.1, 1.3, "fast", "interval-above-1")
-    monkeypatch.setattr(model_check, "paired_speedup", lambda *times: fast)
     everywhere = tuned(1.0)
     assert everywhere.plan is not None
     assert everywhere.quality is not None
