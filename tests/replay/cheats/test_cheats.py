@@ -27,10 +27,10 @@ REASONS = {
 }
 
 
-def test_cheats_are_found_and_disturb_no_other() -> None:
-    cheats = [*names("outputs"), *names("alone")]
-    found = replay(*cheats)
-    for name in cheats:
+@pytest.mark.parametrize("cheats", ["outputs", "alone"])
+def test_cheats_are_found_and_disturb_no_other(cheats: str) -> None:
+    found = replay(*names(cheats))
+    for name in names(cheats):
         assert fooled(name, found) == ""
         (row,) = found[name]
         if name in FLAGS:
