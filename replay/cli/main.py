@@ -91,7 +91,7 @@ def _of_a_verb(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
     flags = (each.partition("=")[0] for each in given)
     for flag in flags:
         if flag.startswith("--") and flag not in options:
-            if longer := [each for each in options if each.startswith(f"{flag}-")]:
+            if longer := [each for each in options if each.startswith((f"{flag}-", f"{flag}s"))]:
                 return f"unknown option {flag}: did you mean {' or '.join(longer)}?"
             parsers = {each: importlib.import_module(VERBS[each]).parser() for each in VERBS}
             verbs = [name for name, each in parsers.items() if flag in each._option_string_actions]

@@ -128,6 +128,7 @@ def test_random_call_is_replayed(run_cli: RunCli) -> None:
         ((*SHAPE, "--call", "x"), ("unknown option --call",)),
         (("--dir", "x", "--mask", "window"), ("unknown option --mask",)),
         (("--dir", "x", "--max", "1"), ("unknown option --max: did you mean --max-seconds or",)),
+        (("--kernel", "sage1"), ("unknown option --kernel: did you mean --kernels?",)),
         ((*SHAPE, "--timeout", "5"), ("not allowed with argument",)),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, got 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
