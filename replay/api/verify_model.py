@@ -338,15 +338,17 @@ def _variants(
             if not own_rows or (kernel.name == OWN and is_sdpa):
                 continue
             name = str(own_rows[0].id)
-            ran = [row for row in own_rows if row.status != "unsupported"]
-            if all(row.status in ("crash", "timeout", "error") for row in ran):
-                status, reason = (ran or own_rows)[0].status, (ran or own_rows)[0].reason
-                reason = (
-                    f"not run in the model because it failed in the replay: {reason}"
-                    if ran
-                    else f"refuses every recorded call: {reason}"
+            tried = [row for row in own_rows if row.status != "unsupported"]
+            if all(row.status in ("crash", "timeout", "error") for row in tried):
+                why = "not run in the model because it failed in the replay"
+                why = why if tried else "refuses every recorded call"
+                first = (tried or own_rows)[0]
+                failed.append(
+                    ModelResult(
+                        *(name, capture.model, capture.weights, first.status),
+                        f"{why}: {first.reason}",
+                    )
                 )
-                failed.append(ModelResult(name, capture.model, capture.weights, status, reason))
                 continue
             process = (environment, kernel.name if kernel.own_process else "")
             variant = Variant(

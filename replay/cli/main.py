@@ -86,7 +86,7 @@ def _run(given: list[str]) -> int:
 
 
 def _of_a_verb(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return a sentence about the first option that only verbs have; empty without one."""
+    """Return a sentence about the first option that is cut short or that only verbs have."""
     options = parser._option_string_actions
     flags = (each.partition("=")[0] for each in given)
     for flag in flags:

@@ -100,7 +100,9 @@ def next_step(
         is_busy = any(cell.reason == BUSY for cell in found.cells.values())
         return "run this again when the machine is less busy" if is_busy else ""
     if plan is not None and not plan.kernels:
-        return f"{arguments.out} changes nothing: no kernel is faster within {plan.limits}"
+        return (
+            f"{arguments.out} changes nothing: no kernel is shown to be faster within {plan.limits}"
+        )
     trusted = given.get("trust_code", False)
     if verb != "verify" and _can_be_rebuilt(arguments, captures, trusted=trusted):
         if plan is not None:

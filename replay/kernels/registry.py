@@ -434,6 +434,8 @@ def find(name: str) -> Kernel:
     hint += "`replay kernels` lists them"
     if name.endswith(".py"):
         hint = f"name a function in it, {name}:FUNCTION"
+    elif base in kernels:
+        hint = "its options end with ]" if kernels[base].options else f"{base} has no options"
     raise KernelNameError(f"no kernel {name!r}: {hint}")
 
 

@@ -213,8 +213,8 @@ def _notes(plan: Plan) -> list[str]:
     for choices, end in (
         (
             [each for each in plan.choices if not each.covered],
-            "were not captured and keep the model's own attention: record them too, with a larger "
-            "--max, or --modules '*' for other components",
+            "have calls that were not captured, which keep the model's own attention: "
+            "record them too, with a larger --max, or --modules '*' for other components",
         ),
         (
             [each for each in plan.choices if each.covered and not each.inside],

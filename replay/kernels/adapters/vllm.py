@@ -75,7 +75,7 @@ def _prepare_flash_attn(call: AnyCall) -> Callable[[], Tensor]:
                 cu_seqlens_q=packed.q_offsets,
                 page_size=packed.key_THD.shape[1],
                 causal=call.is_causal,
-                **{name: arguments[name] for name in ("window_size",) if name in arguments},
+                window_size=arguments.get("window_size", (-1, -1)),
             )
     return lambda: packed.unpack(flash_attn.flash_attn_varlen_func(**arguments))
 

@@ -142,7 +142,9 @@ def test_plan_that_changes_nothing_is_reported(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
     planning = ("plan", "--dir", directory, "--out", "plan.json", "--budget", "cosine=0.9")
     found = said(*planning, written=plan("torch-default"))
-    assert found.startswith("plan.json changes nothing: no kernel is faster within cosine")
+    assert found.startswith(
+        "plan.json changes nothing: no kernel is shown to be faster within cosine"
+    )
     path = tmp_path / "nothing.json"
     plan("torch-default").save(path)
     checked = ("verify", "--dir", directory, "--plan", str(path))

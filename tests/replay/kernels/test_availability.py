@@ -140,7 +140,9 @@ def test_vllm_is_not_imported_before_its_kernels_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, kernel = gpu(9, 0), catalogue()[name]
+    monkeypatch.setitem(sys.modules, "vllm", None)
     assert kernel.unavailable(device) == f"not installed: {kernel.install}"
     (tmp_path / "vllm.py").write_text("raise AssertionError")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm")
     assert kernel.unavailable(device) is None

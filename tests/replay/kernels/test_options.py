@@ -52,7 +52,8 @@ def test_name_with_options_is_found(name: str, about: str) -> None:
         ("mine[size=1.5]", "'1.5' is not a valid int"),
         ("mine[keep=2]", "at most 1, not 2"),
         ("mine[]", "mine has no option ''"),
-        ("torch-math[keep=1]", "no kernel 'torch-math"),
+        ("torch-math[keep=1]", "no kernel 'torch-math[keep=1]': torch-math has no options"),
+        ("mine[keep=0.5", "no kernel 'mine[keep=0.5': its options end with ]"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(name: str, sentence: str) -> None:

@@ -129,7 +129,7 @@ def test_uncovered_layers_and_exceeded_budgets_are_reported() -> None:
     )
     told = re.sub(r"\s+", " ", text)
     assert "every choice of kernels has a total error above 0.5, so all layers keep" in told
-    assert "1 of 3 layers were not captured and keep the model's own attention: record" in told
+    assert "1 of 3 layers have calls that were not captured, which keep the model's own" in told
     assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep the model's own" in told
 
 
@@ -139,7 +139,7 @@ def test_a_layer_with_two_phases_is_one_layer() -> None:
     choices = [*layers, *(replace(each, **options) for each in layers)]
     told = re.sub(r"\s+", " ", report(choices))
     assert "; 4 layers: sage1 at 4 in denoise, torch-default at 4 in decode" in told
-    assert "4 of 4 layers in decode were not captured" in told
+    assert "4 of 4 layers in decode have calls that were not captured" in told
     plan = Plan("llama", "trained", BUDGET, "torch-default", choices)
     assert used_kernels(plan) == "sage1 in 4 of 4 layers"
 
