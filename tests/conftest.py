@@ -13,7 +13,8 @@ one another. Garbage collection is off during imports, and later ignores the imp
 
 Hypothesis tries the same examples in every run, without a deadline, unless `--hypothesis-profile
 default` requests others. Each test starts with the same random seed. Files with slow tests run
-first, so that no processor waits for the last file.
+first, so that no processor waits for the last file, and `-n auto` starts one worker more than there
+are processors, because some tests wait for other processes.
 """
 
 import gc
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 importlib.import_module(module.name)
             importlib.import_module("tests.interpreter").hasten()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    from replay.timing.cores import usable_cpus
+
+    return usable_cpus() + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,28 +17,33 @@ from capture.command_line.standard_streams import (
     is_of_stdout,
     make_usable,
 )
+from capture.command_line.termination import interrupted_by_sigterm
 from capture.command_line.verbosity import narrated
 from capture.text.printable import printable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; exit with 0 on success, 1 if a check failed, 2 on invalid usage."""
+    """Run the command; exit with 0 on success, 1 if a check failed, 2 on invalid usage.
+
+    After Ctrl-C the exit code is 130, and after SIGTERM 143.
+    """
     make_usable()
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         command, arguments = _parsed(given)
     except SystemExit as stopped:
         exit_with("capture", stopped.code)
-    try:
-        with narrated(arguments.verbose):
-            code = command.run(arguments)
-    except KeyboardInterrupt:
-        print(f"capture: interrupted{arguments.left_behind}", file=sys.stderr)
-        code = 130
-    except BaseException as error:  # some models raise errors that are not Exceptions
-        if arguments.debug:
-            raise
-        code = _explain(error, arguments.left_behind)
+    with interrupted_by_sigterm() as signals:
+        try:
+            with narrated(arguments.verbose):
+                code = command.run(arguments)
+        except KeyboardInterrupt:
+            print(f"capture: interrupted{arguments.left_behind}", file=sys.stderr)
+            code = 128 + (signals or [signal.SIGINT])[0]
+        except BaseException as error:  # some models raise errors that are not Exceptions
+            if arguments.debug:
+                raise
+            code = _explain(error, arguments.left_behind)
     exit_with("capture", code)
 
 

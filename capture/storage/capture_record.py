@@ -93,8 +93,8 @@ class CaptureRecord:
         share = self.attention_share
         if share is None:
             return ""
-        most = f", so a forward pass gains at most {1 / (1 - share):.2f}×" if share < 1 else ""
-        return f"attention takes {share:.0%} of the forward time{most}"
+        most = f", which gains at most {1 / (1 - share):.2f}×" if share < 1 else ""
+        return f"attention takes {share:.0%} of a forward pass{most}"
 
     @property
     def invalid(self) -> list[str]:

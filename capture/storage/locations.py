@@ -56,8 +56,11 @@ def directory_of(where: str | Path) -> Path | None:
 
 def where_instead(directory: Path) -> str:
     """Return what to do about a directory without recorded calls, as the end of a sentence."""
-    inside = _did_you_mean(_recordings(directory)[:5], directory)
-    return inside or f"; record some with `capture --model NAME --out {quoted(directory)}`"
+    if inside := _did_you_mean(_recordings(directory)[:5], directory):
+        return inside
+    if any(directory.iterdir()):
+        return "; name a directory that `capture` wrote"
+    return f"; record some with `capture --model NAME --out {quoted(directory)}`"
 
 
 def _did_you_mean(names: Sequence[str], parent: Path) -> str:

@@ -24,9 +24,9 @@ from capture.command_line.standard_streams import (
     is_of_stdout,
     make_usable,
 )
+from capture.command_line.termination import interrupted_by_sigterm
 from capture.command_line.verbosity import narrated
 from replay.api.messages import say, speaking_as
-from replay.cli.termination import interrupted_by_sigterm
 
 NAMES = (
     *("agree", "cache-formats", "compare", "devices", "doctor", "explain", "export", "foretell"),

@@ -97,8 +97,6 @@ class Cost(NamedTuple):
     cell's calls; it is None if the kernel failed or is wrong, or if no replayed call matches."""
     status: Status | None
     """Worst status on the cell's recorded calls; None if the cell has none."""
-    reason: str
-    """Reason why the status is not `ok`, or why there is no time."""
     overwrites: tuple[str, ...]
     """Inputs that the kernel changes although later calls read them; these rule the kernel out."""
     saved_ms: float | None
@@ -207,7 +205,7 @@ def _within(counted: Counted, steps: StepRange) -> Counted:
 
 def cost_of(cell: Cell, kernel: str, budget: Budget) -> Cost:
     """Return the time and error of a kernel at a cell."""
-    status, reason = _status(cell, kernel)
+    status = _status(cell, kernel)
     per_call = [(counted, _per_call(cell, counted, kernel)) for counted in cell.counted]
     calls = sum(counted.calls for counted in cell.counted if counted.shares)
     before_ms = math.fsum(counted.calls * each.before_ms for counted, each in per_call)
@@ -243,7 +241,7 @@ def cost_of(cell: Cell, kernel: str, budget: Budget) -> Cost:
     overwrites = tuple(sorted({name for row in rows for name in row.overwrites}))
     energies = [error_energy(each) for each in errors]
     energy = choice.calls * math.fsum(energies) / len(energies) if energies else math.nan
-    return Cost(choice, status, reason, overwrites, saved_ms, total_ms, energy)
+    return Cost(choice, status, overwrites, saved_ms, total_ms, energy)
 
 
 def error_energy(errors: Errors) -> float:
@@ -292,19 +290,16 @@ def _ms(cell: Cell, call: str, kernel: str) -> float | None:
     return row.time_ms.p50 if row and row.time_ms and row.is_comparable else None
 
 
-def _status(cell: Cell, kernel: str) -> tuple[Status | None, str]:
+def _status(cell: Cell, kernel: str) -> Status | None:
     """Return the worst status on the cell's own calls (failed, inaccurate, then unsupported)."""
     if not cell.captured:
-        return None, ""
-    found: list[tuple[Status, str]] = []
+        return None
+    found: list[Status] = []
     for call in cell.captured:
         row = cell.row(call, kernel)
-        if row is None:
-            found.append(("error", f"not replayed on {call}"))
-        elif row.status != "ok":
-            found.append((row.status, row.reason))
-    mildness = {"unsupported": 2, "inaccurate": 1}
-    return min(found, key=lambda each: mildness.get(each[0], 0), default=("ok", ""))
+        found.append("error" if row is None else row.status)
+    mildness = {"ok": 3, "unsupported": 2, "inaccurate": 1}
+    return min(found, key=lambda status: mildness.get(status, 0))
 
 
 def _worst(errors: Iterable[Errors]) -> Worst | None:

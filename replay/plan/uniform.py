@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay.plan.cells import Cost, cells_of, cost_of
+from replay.plan.cells import Cost, cells_of, cost_of, is_undecided
 from replay.plan.plan import Budget
 from replay.rows.row import Row
 
@@ -17,7 +18,8 @@ class Uniform:
 
     kernel: str
     saved_ms: float | None
-    """Predicted time saved per run; None if the kernel failed or is wrong on a call."""
+    """Predicted time saved per run, without undecided layers; None if the kernel failed or is wrong
+    on a call."""
     inside: int
     outside: int
     """Layers where the kernel is wrong or outside the budget."""
@@ -31,11 +33,11 @@ class Uniform:
     """Layer with the worst value of the budget's metric; empty if no output was compared."""
     worst_phase: str
     worst_figure: float | None
-    reason: str
-    """Reason from the first layer where the kernel failed, is wrong or falls back."""
     overwrites: int = 0
     """Number of layers that fit the budget but are excluded from `inside`, because later calls read
     inputs that the kernel changes."""
+    undecided: int = 0
+    """Number of layers where the times show no relevant difference from the baseline."""
 
 
 def uniform(
@@ -43,24 +45,30 @@ def uniform(
 ) -> list[Uniform]:
     """Evaluate the use of each kernel at every layer, with the baseline first.
 
-    Kernels that are unavailable at every layer are left out.
+    Kernels that run at no layer are left out.
 
     Raises:
         PlanError: the rows come from several models, or the baseline has no rows.
         CensusError: the census is empty.
     """
     kernels: dict[str, list[Cost]] = {}
+    undecided: Counter[str] = Counter()
     for cell in cells_of(rows, census, baseline):
         for kernel in cell.kernels:
-            kernels.setdefault(kernel, []).append(cost_of(cell, kernel, budget))
+            cost = cost_of(cell, kernel, budget)
+            is_timed = cost.saved_ms is not None and cost.status != "unsupported"
+            if kernel != cell.baseline and is_timed and is_undecided(cell, kernel, cell.baseline):
+                cost = cost._replace(saved_ms=0.0)
+                undecided[kernel] += 1
+            kernels.setdefault(kernel, []).append(cost)
     return [
-        _uniform(kernel, costs, budget)
+        _uniform(kernel, costs, undecided[kernel], budget)
         for kernel, costs in kernels.items()
-        if {cost.status for cost in costs} - {None} != {"unavailable"}
+        if {cost.status for cost in costs} - {None, "unavailable", "unsupported"}
     ]
 
 
-def _uniform(kernel: str, costs: Sequence[Cost], budget: Budget) -> Uniform:
+def _uniform(kernel: str, costs: Sequence[Cost], undecided: int, budget: Budget) -> Uniform:
     choices = [cost.choice for cost in costs]
     compared = [(each, each.worst.of(budget.metric)) for each in choices if each.worst is not None]
     worst, figure = max(compared, key=lambda each: budget.badness(each[1]), default=(None, None))
@@ -76,11 +84,11 @@ def _uniform(kernel: str, costs: Sequence[Cost], budget: Budget) -> Uniform:
         inside=inside,
         outside=judged - inside - overwrites,
         overwrites=overwrites,
+        undecided=undecided,
         falls_back=falls_back,
         failed=len(costs) - judged - falls_back - not_captured,
         not_captured=not_captured,
         worst_module=worst.module if worst else "",
         worst_phase=worst.phase if worst else "",
         worst_figure=figure,
-        reason=next((cost.reason for cost in costs if cost.reason), ""),
     )

@@ -228,7 +228,10 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
-    names = ("inside", "outside", "overwrites", "falls_back", "failed", "not_captured")
+    names = (
+        *("inside", "outside", "undecided", "overwrites", "falls_back", "failed"),
+        "not_captured",
+    )
     shown = [
         name
         for name in names

@@ -171,7 +171,7 @@ class SparseCandidates:
         # The kernel rounds as the model's own attention does, besides leaving blocks out.
         rounding = own.energy * self.scale(cell) if math.isfinite(own.energy) else 0.0
         energy = choice.calls * energy + rounding
-        return Cost(choice, "ok", "", (), choice.saved_ms, total_ms, energy)
+        return Cost(choice, "ok", (), choice.saved_ms, total_ms, energy)
 
     def scale(self, cell: Cell) -> float:
         """Return the sensitivity at a cell, or else that of all cells, for other kernels."""

@@ -33,7 +33,7 @@ BACKENDS = {
     "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 _ABOUT = {
-    "torch-default": "PyTorch's own choice among the other four",
+    "torch-default": "SDPA with the backend that PyTorch chooses",
     "torch-math": "matmul, softmax, matmul",
     "torch-flash": "FlashAttention 2 as built into PyTorch",
     "torch-efficient": "memory-efficient attention (from xFormers) as built into PyTorch",

@@ -81,8 +81,8 @@ def test_error_of_the_clock_does_not_reach_the_model(
 @pytest.mark.parametrize(
     ("share", "clause"),
     [
-        (0.38, "attention takes 38% of the forward time, so a forward pass gains at most 1.61×"),
-        (1.0, "attention takes 100% of the forward time"),
+        (0.38, "attention takes 38% of a forward pass, which gains at most 1.61×"),
+        (1.0, "attention takes 100% of a forward pass"),
         (None, ""),
     ],
 )

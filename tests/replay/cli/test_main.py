@@ -293,7 +293,7 @@ def test_quiet_keeps_results_and_warnings(run_cli: RunCli, recorded: Path) -> No
     manifest.write_text(json.dumps(data))
     code, out, err = run_cli(*arguments, "--metric", "tflops,all")
     assert (code, err) == (0, "")
-    assert "attention takes 3% of the forward time, so a forward pass gains at most 1.03×" in out
+    assert "attention takes 3% of a forward pass, which gains at most 1.03×" in out
     manifest.unlink()
     next(iter(recorded.glob("*.safetensors"))).write_bytes(b"damaged")
     code, out, err = run_cli(*arguments)

@@ -146,9 +146,9 @@ def test_a_layer_with_two_phases_is_one_layer() -> None:
 
 def test_each_kernel_alone_has_a_line() -> None:
     uniforms = [
-        Uniform("torch-default", 0.0, 3, 0, 0, 0, 0, "blocks.0.a", "denoise", 1.0, ""),
-        Uniform("sage1", 12.34567, 2, 1, 0, 0, 0, "blocks.2.a", "denoise", 0.91, ""),
-        Uniform("flex", None, 2, 0, 0, 1, 0, "", "", None, "crash"),
+        Uniform("torch-default", 0.0, 3, 0, 0, 0, 0, "blocks.0.a", "denoise", 1.0),
+        Uniform("sage1", 12.34567, 2, 1, 0, 0, 0, "blocks.2.a", "denoise", 0.91),
+        Uniform("flex", None, 2, 0, 0, 1, 0, "", "", None),
     ]
     lines = report([choice("blocks.0.a")], uniforms).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines[-3:]}
@@ -164,7 +164,7 @@ def test_names_of_kernels_stay_whole_and_no_figure_is_cut() -> None:
     module = "transformer.single_transformer_blocks.0.attn.processor"
     kernels = ["triton-paged-decode-int8", "torch-flash-compiled", "sage1"]
     uniforms = [
-        Uniform(kernel, 1234.5, 30, 12, 0, 3, 2, module, "denoise", 0.91, "") for kernel in kernels
+        Uniform(kernel, 1234.5, 30, 12, 0, 3, 2, module, "denoise", 0.91) for kernel in kernels
     ]
     text = report([choice(module, kernel, ms=1234.5678) for kernel in kernels], uniforms)
     assert max(map(len, text.splitlines())) <= 80

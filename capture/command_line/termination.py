@@ -1,4 +1,4 @@
-"""Lets SIGTERM end a command as Ctrl-C does, so that results measured so far are shown."""
+"""Lets SIGTERM end a command as Ctrl-C does, so that what it has so far is kept and shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 def interrupted_by_sigterm() -> Iterator[list[int]]:
     """Raise KeyboardInterrupt in the block when SIGTERM arrives, unless SIGTERM is ignored.
 
-    Later signals are ignored while the results are printed: `timeout` sends two, one to the process
+    Later signals are ignored while the command finishes: `timeout` sends two, one to the process
     and one to its group.
 
     Yields:
