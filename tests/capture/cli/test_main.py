@@ -102,6 +102,10 @@ def interrupted_early():
     return Attention(), raising(KeyboardInterrupt())
 
 
+def terminated_early():
+    return Attention(), lambda: signal.raise_signal(signal.SIGTERM)
+
+
 class Own(BaseException):
     pass
 
@@ -270,6 +274,7 @@ def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> No
         ("broken", [], 1, "ZeroDivisionError: by nought (traceback with --debug)"),
         ("absent", [], 2, "has no function 'absent'"),
         ("interrupted_early", [], 130, "interrupted; nothing was recorded"),
+        ("terminated_early", [], 143, "interrupted; nothing was recorded"),
     ],
 )
 def test_runs_that_keep_nothing(
