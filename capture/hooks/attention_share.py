@@ -5,6 +5,7 @@ The share bounds what a faster kernel can gain (`CaptureRecord.most_gain`).
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections import Counter, defaultdict
@@ -36,9 +37,11 @@ class AttentionShare:
 
     Passes 0, 1, 2, 4, 8 and so on of each module and phase are measured, so that long runs cost
     little. A measured pass represents itself and the passes until the next measured one. Pass 0
-    counts only if it is the only one, because `SampledStep` slows it down. The recorder's own work
-    is subtracted. If CUDA is in use, times are the current stream's. The share is unknown without
-    calls, or if one is made outside its thread's passes or in the capture of a CUDA graph.
+    counts only if it is the only one, because `SampledStep` slows it down. Then its first attention
+    call, in which libraries load and compile kernels, counts with the median of the others. The
+    recorder's own work is subtracted. If CUDA is in use, times are the current stream's. The share
+    is unknown without calls, or if one is made outside its thread's passes or in the capture of a
+    CUDA graph.
     """
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -95,7 +98,7 @@ class AttentionShare:
             starts = [0, *(each.earlier for each in later[1:]), self._passes[key]]
             for number, each in enumerate(later):
                 try:
-                    pass_seconds, call_seconds = _seconds(each.marks)
+                    pass_seconds, call_seconds = _seconds(each)
                 except Exception as error:  # such as events of two devices
                     reraise_from_signal_handler(error)
                     return None
@@ -111,13 +114,17 @@ class _Running(threading.local):
     """True inside a forward pass."""
 
 
-def _seconds(marks: list[Mark]) -> tuple[float, float]:
+def _seconds(measured: _Pass) -> tuple[float, float]:
     """Return the seconds of a pass without the recorder's work, and those of its attention."""
-    first, *calls, last = marks
+    first, *calls, last = measured.marks
     begins, ends, recorded = calls[::3], calls[1::3], calls[2::3]
-    attention = sum(map(_between, begins, ends))
-    own = sum(map(_between, ends, recorded))
-    return _between(first, last) - own, attention
+    attention = [*map(_between, begins, ends)]
+    left_out = sum(map(_between, ends, recorded))
+    if not measured.earlier and len(attention) > 1:
+        warm_up = max(0.0, attention[0] - statistics.median(attention[1:]))
+        left_out += warm_up
+        attention[0] -= warm_up
+    return _between(first, last) - left_out, sum(attention)
 
 
 def _now() -> Mark:

@@ -24,12 +24,14 @@ class Passes:
         tracker = ModuleTracker({"": nn.Linear(1, 1)})
         self.watched, self.share = tracker.watched[0], AttentionShare(tracker)
 
-    def run(self, attention: float, others: float, *, phase: str = "denoise") -> None:
-        """Run a pass in which recording takes a further 100 seconds."""
+    def run(self, *attention: float, others: float, phase: str = "denoise") -> None:
+        """Run a pass in which recording takes a further 100 seconds for each call."""
         self.share.enter(self.watched, CallSite(phase=phase))
-        for seconds in (others, attention, 100.0):
-            self.now += seconds
-            self.share.mark()
+        self.now += others
+        for seconds in attention:
+            for each in (0.0, seconds, 100.0):
+                self.now += each
+                self.share.mark()
         self.share.leave()
 
 
@@ -40,31 +42,38 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def test_first_pass_counts_only_without_later_ones(passes: Passes) -> None:
     assert passes.share.share() is None
-    passes.run(1, 3)
+    passes.run(1, others=3)
     assert passes.share.share() == 0.25
-    passes.run(3, 1)
+    passes.run(3, others=1)
     assert passes.share.share() == 0.75
+
+
+def test_first_call_of_a_lone_pass_counts_without_its_compilation(passes: Passes) -> None:
+    passes.run(90, 1, 2, 3, others=2)
+    assert passes.share.share() == 0.8  # 2 + 1 + 2 + 3 of 10 seconds
+    passes.run(5, 1, 1, 1, others=2)
+    assert passes.share.share() == 0.8
 
 
 def test_measured_pass_represents_passes_until_the_next(passes: Passes) -> None:
     """Passes 0 and 1 count as pass 1, passes 2 and 3 as 2, and passes 4 and 5 as 4."""
     seconds = [(9, 9), (1, 9), (2, 8), (9, 9), (6, 4), (9, 9)]
     for attention, others in seconds:
-        passes.run(attention, others)
+        passes.run(attention, others=others)
     assert passes.share.share() == pytest.approx((1 + 2 + 6) / 30)
 
 
 def test_phases_are_weighted_by_their_time(passes: Passes) -> None:
-    passes.run(2, 2, phase="prefill")
-    passes.run(0, 6, phase="decode")
-    passes.run(9, 0, phase=RECOMPUTE)
+    passes.run(2, others=2, phase="prefill")
+    passes.run(0, others=6, phase="decode")
+    passes.run(9, others=0, phase=RECOMPUTE)
     assert passes.share.share() == 0.2
 
 
 def test_share_is_unknown_with_calls_outside_of_passes(passes: Passes) -> None:
-    passes.run(0, 3)
+    passes.run(0, others=3)
     assert passes.share.share() is None
-    passes.run(1, 3)
+    passes.run(1, others=3)
     passes.share.mark()
     assert passes.share.share() is None
 
@@ -72,9 +81,9 @@ def test_share_is_unknown_with_calls_outside_of_passes(passes: Passes) -> None:
 def test_error_of_the_clock_does_not_reach_the_model(
     passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes.run(1, 3)
+    passes.run(1, others=3)
     monkeypatch.setattr(attention_share, "_now", mock.Mock(side_effect=RuntimeError))
-    passes.run(1, 3)
+    passes.run(1, others=3)
     assert passes.share.share() is None
 
 
