@@ -119,6 +119,9 @@ def next_step(
             return f"{path} changes nothing: it names no kernel but the model's own"
         if measured is not None and measured.verdict == "slow":
             return f"do not use {path}: the model is slower with it ({measured.ratio:.2f}×)"
+        if any(row.call.entry_point == "vllm" for row in rows):
+            exporting = shlex.join(["replay", "export", str(path), "--to", "vllm"])
+            return f"give vLLM the backend that comes nearest to the plan: {exporting}"
         trusted = ", trust_code=True" if used.code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
     if is_faster and len(captures) == 1:

@@ -1,14 +1,14 @@
 """Assignment of a plan's kernels to the places of a target, with the losses.
 
-Where a target has one kernel for several of the plan's choices, a kernel may replace the choice of
-a layer only if the plan shows that its error is acceptable there: it is the layer's own choice, or
-it is exact and the layer was not measured with it and left to the model's own attention. Among
-these kernels, the one that saves most time per run is used. Times depend on sizes alone, so the
-time of a kernel at a layer may come from another layer with the same key lengths and baseline time.
+A target may lack a plan's kernel, or have one kernel for several of its choices. Then a kernel may
+replace the choice of a layer only if the plan allows it there: it is one of the choice's `others`.
+Among the kernels that are allowed at all layers of a place, the one that saves most time per run is
+used.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Hashable, Iterator, Sequence
@@ -36,8 +36,7 @@ class Assignment(NamedTuple):
 
 def assign(plan: Plan, target: Target) -> Assignment:
     """Assign a kernel to each place of a target."""
-    known = _Known(plan)
-    losses = _Losses(plan, target, known)
+    losses = _Losses(plan, target)
     ranges: list[tuple[int, KernelsAt]] = []
     for start, parts in _parts(plan, target):
         together: dict[Hashable, list[Part]] = {}
@@ -51,7 +50,7 @@ def assign(plan: Plan, target: Target) -> Assignment:
         for place, members in together.items():
             named = []
             for lengths, group in _groups(members, target.has_lengths):
-                kernel = known.joined([choice for choice, _ in group], target)
+                kernel = _joined([choice for choice, _ in group], plan, target)
                 named.append((lengths, kernel))
                 for choice, part in group:
                     losses.note(choice, kernel, part)
@@ -91,107 +90,60 @@ def own_kernel(choice: LayerChoice, plan: Plan) -> str:
     return choice.baseline or plan.baseline
 
 
-class _Known:
-    """Times and errors that a plan holds, by kernel."""
+def _joined(choices: Sequence[LayerChoice], plan: Plan, target: Target) -> str:
+    """Return the kernel for choices that share a place; empty for the model's own attention."""
+    chosen = {choice.kernel for choice in choices}
+    own = {own_kernel(choice, plan) for choice in choices}
+    if len(chosen) == 1 and (chosen == own or chosen <= target.kernels.keys()):
+        return "" if chosen == own else chosen.pop()
+    allowed = [(choice.kernel, *choice.others) for choice in choices]
+    saved = {
+        kernel: sum(_saved_ms(choice, kernel) for choice in choices)
+        for kernel in dict.fromkeys(itertools.chain(*allowed))
+        if kernel in target.kernels and {kernel} != own and all(kernel in each for each in allowed)
+    }
+    best = max(saved, key=lambda kernel: saved[kernel], default="")
+    return best if best and saved[best] > 0 else ""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._chosen: dict[str, list[LayerChoice]] = {}
-        for choice in plan.choices:
-            self._chosen.setdefault(choice.kernel, []).append(choice)
 
-    def joined(self, choices: Sequence[LayerChoice], target: Target) -> str:
-        """Return the kernel for choices that share a place; empty for the model's own attention."""
-        chosen = dict.fromkeys(choice.kernel for choice in choices)
-        own = {own_kernel(choice, self._plan) for choice in choices}
-        candidates = [kernel for kernel in chosen if kernel in target.kernels and {kernel} != own]
-        if len(chosen) == 1:
-            return candidates[0] if candidates else ""
-        saved = {
-            kernel: sum(self.saved_ms(choice, kernel) or 0.0 for choice in choices)
-            for kernel in candidates
-            if all(self._is_acceptable(choice, kernel) for choice in choices)
-        }
-        best = max(saved, key=lambda kernel: saved[kernel], default="")
-        return best if best and saved[best] > 0 else ""
-
-    def saved_ms(self, choice: LayerChoice, kernel: str) -> float | None:
-        """Return the time that a kernel saves at a layer per run; None if the plan has no time."""
-        if kernel == choice.kernel:
-            return choice.saved_ms
-        if kernel == own_kernel(choice, self._plan):
-            return 0.0
-        alike = next((each for each in self._chosen[kernel] if _is_alike(each, choice)), None)
-        return None if alike is None else alike.saved_ms / alike.calls * choice.calls
-
-    def worst(self, kernel: str) -> float | None:
-        """Return the worst error of a kernel at the layers for which the plan chose it."""
-        metric = self._plan.budget.metric
-        figures = [
-            each.worst.of(metric) for each in self._chosen.get(kernel, []) if each.worst is not None
-        ]
-        return max(figures, key=self._plan.budget.badness, default=None)
-
-    def _is_acceptable(self, choice: LayerChoice, kernel: str) -> bool:
-        if kernel == choice.kernel:
-            return True
-        if not _is_exact(kernel):
-            return False
-        kept_own = choice.covered and choice.kernel == own_kernel(choice, self._plan)
-        return not kept_own or self.saved_ms(choice, kernel) is None
+def _saved_ms(choice: LayerChoice, kernel: str) -> float:
+    """Return the time that a kernel saves at a layer per run; 0 for the model's own attention."""
+    return choice.saved_ms if kernel == choice.kernel else choice.others.get(kernel, 0.0)
 
 
 class _Losses:
     """Collector of losses, which joins those of many layers."""
 
-    def __init__(self, plan: Plan, target: Target, known: _Known) -> None:
-        self._plan, self._target, self._known = plan, target, known
-        self._lost: dict[tuple[str, str, str, bool], tuple[dict[str, None], list[float]]] = {}
+    def __init__(self, plan: Plan, target: Target) -> None:
+        self._plan, self._target = plan, target
+        self._lost: dict[tuple[str, str, str, str], tuple[dict[str, None], list[float]]] = {}
 
     def note(self, choice: LayerChoice, kernel: str, part: float) -> None:
         """Add a part of a choice's calls, which a kernel (or the model's own attention) runs."""
         used = kernel or own_kernel(choice, self._plan)
         if used == choice.kernel or not part:
             return
-        saved = self._known.saved_ms(choice, used)
-        key = (self._reason(choice, kernel), choice.kernel, used, saved is not None)
+        key = (self._reason(choice), choice.kernel, used, self._error(choice, used))
         modules, times = self._lost.setdefault(key, ({}, []))
         modules[choice.module] = None
-        times.append((choice.saved_ms - (saved or 0.0)) * part)
+        times.append((choice.saved_ms - _saved_ms(choice, used)) * part)
 
     def found(self) -> list[Loss]:
         """Return the losses, the most expensive first."""
         losses = [
-            Loss(
-                reason, planned, used, tuple(modules), math.fsum(times), is_timed, self._error(used)
-            )
-            for (reason, planned, used, is_timed), (modules, times) in self._lost.items()
+            Loss(reason, planned, used, tuple(modules), math.fsum(times), error)
+            for (reason, planned, used, error), (modules, times) in self._lost.items()
         ]
         return sorted(losses, key=lambda loss: -loss.lost_ms)
 
-    def _reason(self, choice: LayerChoice, kernel: str) -> str:
+    def _reason(self, choice: LayerChoice) -> str:
         if self._target.place(choice) is None:
             return f"{self._target.name} cannot address these calls"
-        if not kernel and choice.kernel not in self._target.kernels:
+        if choice.kernel not in self._target.kernels:
             return f"{self._target.name} does not have {choice.kernel}"
         return f"{self._target.name} has one kernel for {self._target.joins}"
 
-    def _error(self, used: str) -> str:
-        if used in {own_kernel(choice, self._plan) for choice in self._plan.choices}:
+    def _error(self, choice: LayerChoice, used: str) -> str:
+        if used == own_kernel(choice, self._plan):
             return "that of the model's own attention"
-        worst = self._known.worst(used)
-        return "not measured" if worst is None else f"{self._plan.budget.metric} {worst:.5g}"
-
-
-def _is_alike(one: LayerChoice, other: LayerChoice) -> bool:
-    """Return True if two choices have calls of the same sizes, as far as a plan tells."""
-    if one.baseline_ms is None or other.baseline_ms is None or not one.calls:
-        return False
-    same = (one.phase, one.kv_lens, one.baseline) == (other.phase, other.kv_lens, other.baseline)
-    return same and math.isclose(one.baseline_ms, other.baseline_ms, rel_tol=1e-6)
-
-
-def _is_exact(kernel: str) -> bool:
-    from replay.kernels.registry import find
-
-    return find(kernel).accuracy_class == "exact"
+        return f"within {self._plan.budget}" if choice.covered else "not measured"

@@ -21,21 +21,15 @@ class Loss:
     lost_ms: float
     """Time that the plan saves per run and the export does not; negative if the export saves more.
     """
-    is_timed: bool
-    """True if the plan holds a time of the used kernel for such calls. Otherwise, the kernel counts
-    as being as fast as the model's own attention."""
     error: str
-    """Worst known error of the used kernel in the metric of the plan's budget."""
+    """What is known of the error of the used kernel."""
 
     def __str__(self) -> str:
         where = printable(self.modules[0]) + (" …" if len(self.modules) > 1 else "")
-        untimed = (
-            "" if self.is_timed else f" (the plan has no time of {printable(self.used)} there)"
-        )
         return (
             f"{counted(len(self.modules), 'module')} ({where}): {printable(self.used)}, not "
             f"{printable(self.planned)}, because {printable(self.reason)}; "
-            f"costs {self.lost_ms:.4g} ms per run{untimed}; error: {self.error}"
+            f"costs {self.lost_ms:.4g} ms per run; error: {self.error}"
         )
 
 

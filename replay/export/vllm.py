@@ -79,6 +79,7 @@ def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
                 choice,
                 kernel=SAME.get(choice.kernel, choice.kernel),
                 baseline=SAME.get(choice.baseline, choice.baseline),
+                others={SAME.get(kernel, kernel): ms for kernel, ms in choice.others.items()},
             )
             for choice in plan.choices
         ],

@@ -93,6 +93,8 @@ class _Costs:
     costs: list[list[Cost]]
     left_out: dict[str, str]
     device: str
+    exact: list[str]
+    """Names of the exact kernels."""
     more: MoreKernels | None = None
 
     @classmethod
@@ -103,7 +105,8 @@ class _Costs:
         cells = [part for cell in cells_of(rows, census, baseline) for part in by_length(cell)]
         costs = [[cost_of(cell, kernel, budget) for kernel in cell.kernels] for cell in cells]
         left_out = _left_out(map(_best, cells, costs))
-        return cls(budget, baseline, cells, costs, left_out, _device(rows))
+        exact = dict.fromkeys(row.kernel for row in rows if row.accuracy_class == "exact")
+        return cls(budget, baseline, cells, costs, left_out, _device(rows), [*exact])
 
     def plan(
         self,
@@ -144,11 +147,24 @@ class _Costs:
             self.cells[0].weights,
             self.budget,
             self.baseline,
-            _joined(picked, self.cost),
+            [self._with_others(*each) for each in _joined(picked, self.cost)],
             self.left_out,
             self.device,
             total_error=spent,
         )
+
+    def _with_others(self, cell: Cell, choice: LayerChoice) -> LayerChoice:
+        """Return a choice with the times of the other exact kernels that may run at its cell."""
+        saved = {}
+        for kernel in self.exact:
+            if kernel not in cell.kernels or kernel in (cell.baseline, choice.kernel):
+                continue
+            cost = self.cost(cell, kernel)
+            may_run = (cost.choice.inside or not choice.covered) and not cost.overwrites
+            if may_run and cost.saved_ms is not None:
+                is_tie = is_undecided(cell, kernel, cell.baseline)
+                saved[kernel] = 0.0 if is_tie else cost.saved_ms
+        return replace(choice, others=saved)
 
     def cost(self, cell: Cell, kernel: str) -> Cost:
         """Return the time and error of a kernel at a cell."""
@@ -272,7 +288,7 @@ CostOf = Callable[[Cell, str], Cost]
 """Function that returns the time and error of a kernel at a cell."""
 
 
-def _joined(picked: Iterable[Picked], cost: CostOf) -> list[LayerChoice]:
+def _joined(picked: Iterable[Picked], cost: CostOf) -> list[Picked]:
     """Join neighbouring cells with the same kernel: ranges of steps, then of key lengths."""
     by_lengths: list[Picked] = []
     for _, steps in groupby(picked, lambda each: (*_layer(each[1]), each[1].kv_lens)):
@@ -284,7 +300,7 @@ def _joined(picked: Iterable[Picked], cost: CostOf) -> list[LayerChoice]:
             by_lengths, lambda each: (*_layer(each[1]), each[1].steps, _alike(each[1]))
         )
     ]
-    return [_merged(run, cost, is_whole=run[0][1].steps is None)[1] for run in runs]
+    return [_merged(run, cost, is_whole=run[0][1].steps is None) for run in runs]
 
 
 def _layer(choice: LayerChoice) -> tuple[str, str]:

@@ -39,8 +39,8 @@ from replay.rows.meaning import COSINE_NOISE
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row_files import plain, rebuilt
 
-FORMAT = "attention-replay-plan/3"
-READABLE = (FORMAT, "attention-replay-plan/2", "attention-replay-plan/1")
+FORMAT = "attention-replay-plan/4"
+READABLE = (FORMAT, "attention-replay-plan/3", "attention-replay-plan/2", "attention-replay-plan/1")
 """Formats that can be read. Format 2 has no ranges of steps, and format 1 none of lengths."""
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
@@ -173,6 +173,9 @@ class LayerChoice:
     has_window: bool | None = None
     """True if the layer of an inference engine has a sliding window; None if that is not known, as
     in older plans and for other models."""
+    others: dict[str, float] = field(default_factory=dict)
+    """Time in ms that each other exact kernel saves per run, if it may run here: it is within the
+    budget, or no call of the layer was replayed. Empty in older plans."""
 
     def __post_init__(self) -> None:
         """Check the figures and ranges, which may come from a file.
@@ -181,8 +184,8 @@ class LayerChoice:
             ValueError: a figure is not finite, a number or a range is out of its bounds, or steps
                 are named in another phase than `denoise`.
         """
-        for name in ("time_ms", "baseline_ms", "saved_ms"):
-            figure = getattr(self, name)
+        figures = {name: getattr(self, name) for name in ("time_ms", "baseline_ms", "saved_ms")}
+        for name, figure in (*figures.items(), *self.others.items()):
             if figure is not None and not math.isfinite(figure):
                 raise ValueError(f"{name} of {self.module} is {figure}, not a finite number")
         if min(self.calls, self.captured) < 0:

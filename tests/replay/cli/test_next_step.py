@@ -128,6 +128,9 @@ def test_verify_leads_to_a_plan_and_its_use(tmp_path: Path) -> None:
     plan("mine").save(path)
     measure = command(said(*planning, written=plan("mine")))
     assert measure == ["verify", "--dir", directory, "--plan", path]
+    in_vllm = [replace(row, call=replace(row.call, entry_point="vllm")) for row in measured()]
+    exporting = command(said("verify", "--dir", directory, "--plan", path, rows=in_vllm))
+    assert exporting == ["export", path, "--to", "vllm"]
     rows = ("--json", "rows.jsonl")
     assert command(said(*planning, *rows, written=plan("mine")))[-2:] == ["--rows", "rows.jsonl"]
     use = said(*measure)

@@ -18,12 +18,16 @@ def choice(
     phase: str = "denoise",
     kv_lens: tuple[int, int] | None = None,
     steps: tuple[int, int] | None = None,
-    baseline_ms: float = 10.0,
     error: float = 0.01,
     covered: bool = True,
     has_window: bool | None = None,
+    **others: float,
 ) -> LayerChoice:
-    """Return a choice that saves `saved_ms` per run, in one call a step, of 6 steps by default."""
+    """Return a choice that saves `saved_ms` per run, in one call a step, of 6 steps by default.
+
+    Args:
+        others: times that other kernels save per run, with `_` for `-` in their names.
+    """
     calls = 6 if steps is None else steps[1] - steps[0] + 1
     return LayerChoice(
         module,
@@ -33,13 +37,14 @@ def choice(
         inside=True,
         worst=Worst(cosine=1.0, relative_l1=error, rmse=0.0),
         time_ms=9.0,
-        baseline_ms=baseline_ms,
+        baseline_ms=10.0,
         saved_ms=saved_ms,
         calls=calls,
         captured=1,
         kv_lens=None if kv_lens is None else KeyLengths(*kv_lens),
         steps=None if steps is None else StepRange(*steps),
         has_window=has_window,
+        others={name.replace("_", "-"): saved for name, saved in others.items()},
     )
 
 

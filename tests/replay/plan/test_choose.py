@@ -158,6 +158,22 @@ def test_ties_take_the_first_and_the_baseline_before_all() -> None:
     assert faster.undecided == 0
 
 
+def test_choices_have_the_times_of_other_exact_kernels_that_may_run_there() -> None:
+    """`coarse` is quantised, and `wrong` outside the budget; the second layer was not captured."""
+    cosine = {"old": 1.0, "near": 1.0, "fast": 1.0, "coarse": 1.0, "wrong": 0.9}
+    times = {"old": 10.0, "near": 9.0, "fast": 5.0, "coarse": 4.0, "wrong": 3.0}
+    rows = [
+        row(kernel, CALL, ms, accuracy=judged(cosine=cosine[kernel]), accuracy_class="exact")
+        for kernel, ms in times.items()
+    ]
+    rows[3] = replace(rows[3], accuracy_class="quantised")
+    first, second = choose(rows, TWO_LAYERS, COSINE, "old").choices
+    assert (first.kernel, first.others) == ("coarse", {"near": 1.0, "fast": 5.0})
+    assert (second.kernel, second.others) == ("old", {"near": 1.0, "fast": 5.0, "wrong": 7.0})
+    rows[1] = row("near", CALL, 10.01, accuracy_class="exact")
+    assert choose(rows, ONE_LAYER, COSINE, "old").choices[0].others == {"near": 0.0, "fast": 5.0}
+
+
 def test_a_slower_kernel_is_chosen_where_the_baseline_is_outside() -> None:
     counted = census(("layers.0", "denoise", 64, 3))
     rows = [row("old", CALL, 10.0, accuracy=judged(cosine=0.9)), row("careful", CALL, 20.0)]

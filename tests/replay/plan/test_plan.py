@@ -85,7 +85,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert data["format"] == "attention-replay-plan/3"
+    assert data["format"] == "attention-replay-plan/4"
     assert data["budget"] == {"cosine": 0.99}
     assert data["choices"][0]["kernel"] == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
@@ -179,6 +179,7 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
         "kv_lens 4 to 4611686018427387904 is not a range": [{"kv_lens": [4, 2**62]}],
         "only the phase denoise has steps, not decode": [{"phase": "decode"}],
         "saved_ms of layers.0 is nan": [{"saved_ms": math.nan}],
+        "fa3 of layers.0 is nan": [{"others": {"fa3": math.nan}}],
         "time_ms of layers.0 is inf": [{"time_ms": math.inf}],
         "negative number of calls": [{"calls": -1}],
         "module is 7": [{"module": 7}],
