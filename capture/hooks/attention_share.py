@@ -35,13 +35,13 @@ class _Pass(NamedTuple):
 class AttentionShare:
     """Time of attention calls, relative to that of the forward passes of outermost modules.
 
-    Passes 0, 1, 2, 4, 8 and so on of each module and phase are measured, so that long runs cost
-    little. A measured pass represents itself and the passes until the next measured one. Pass 0
-    counts only if it is the only one, because `SampledStep` slows it down. Then its first attention
-    call, in which libraries load and compile kernels, counts with the median of the others. The
-    recorder's own work is subtracted. If CUDA is in use, times are the current stream's. The share
-    is unknown without calls, or if one is made outside its thread's passes or in the capture of a
-    CUDA graph.
+    Passes 1, 2, 4, 8 and so on of each module and phase are measured, so that long runs cost
+    little, and the pass after each. The shorter of the two represents all passes until the next
+    pair: a kernel that is compiled anew lengthens only one. Pass 0 counts only if it is the only
+    one, because `SampledStep` slows it down. Then its first attention call, in which libraries load
+    and compile kernels, counts with the median of the others. The recorder's own work is
+    subtracted. If CUDA is in use, times are the current stream's. The share is unknown without
+    calls, or if one is made outside its thread's passes or in the capture of a CUDA graph.
     """
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -59,7 +59,7 @@ class AttentionShare:
             return
         earlier = self._passes[key]
         self._passes[key] += 1
-        if earlier & (earlier - 1) == 0:
+        if not earlier or _is_start(earlier) or _is_start(earlier - 1):
             self._thread.running = _Pass(key, earlier, [])
             self.mark()
 
@@ -88,22 +88,21 @@ class AttentionShare:
 
     def share(self) -> float | None:
         """Return attention's share, from 0 to 1; None if it is unknown."""
-        by_key: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
+        seconds: dict[tuple[str, str], dict[int, tuple[float, float]]] = defaultdict(dict)
         for each in self._measured:
-            by_key[each.key].append(each)
+            try:
+                seconds[each.key][each.earlier] = _seconds(each)
+            except Exception as error:  # such as events of two devices
+                reraise_from_signal_handler(error)
+                return None
         whole = attention = 0.0
-        for key, passes in by_key.items():
-            passes.sort(key=lambda each: each.earlier)
-            later = [each for each in passes if each.earlier] or passes
-            starts = [0, *(each.earlier for each in later[1:]), self._passes[key]]
-            for number, each in enumerate(later):
-                try:
-                    pass_seconds, call_seconds = _seconds(each)
-                except Exception as error:  # such as events of two devices
-                    reraise_from_signal_handler(error)
-                    return None
-                whole += (starts[number + 1] - starts[number]) * pass_seconds
-                attention += (starts[number + 1] - starts[number]) * call_seconds
+        for key, found in seconds.items():
+            starts = sorted(filter(_is_start, found)) or [min(found)]
+            ends = [*starts[1:], self._passes[key]]
+            for start, begin, end in zip(starts, [0, *ends], ends, strict=False):
+                of_pass, of_calls = min(found[at] for at in (start, start + 1) if at in found)
+                whole += (end - begin) * of_pass
+                attention += (end - begin) * of_calls
         return min(attention / whole, 1.0) if self._is_known and attention > 0 else None
 
 
@@ -112,6 +111,11 @@ class _Running(threading.local):
     """Pass that is measured."""
     is_inside = False
     """True inside a forward pass."""
+
+
+def _is_start(number: int) -> bool:
+    """Return whether a number is 1, 2, 4, 8 and so on."""
+    return number > 0 and number & (number - 1) == 0
 
 
 def _seconds(measured: _Pass) -> tuple[float, float]:

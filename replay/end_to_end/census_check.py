@@ -46,10 +46,13 @@ def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         return ""
     module, phase, *shapes = differing[0]
     called = " × ".join(str(list(shape)) for shape in shapes[:2])
+    remedy = "capture it again"
+    if -1 in shapes[0]:  # batches of an engine
+        remedy += ", without prefix caching, with which a second run of the engine computes less"
     return (
         f"the model built here is not the one recorded: {module or 'code outside all modules'} "
         f"({phase}) calls attention {now[differing[0]]} times on {called}, not "
-        f"{before[differing[0]]} times as recorded: capture it again"
+        f"{before[differing[0]]} times as recorded: {remedy}"
     )
 
 

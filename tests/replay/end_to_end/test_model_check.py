@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from capture.storage.capture_record import CaptureRecord
+from replay.end_to_end.census_check import difference
 from replay.end_to_end.drift import FIRST_GRADIENT
 from replay.end_to_end.model_check import MOST_ROUNDS, SWAPPED, ModelResult, check
 from replay.end_to_end.model_clock import RunTimes
@@ -309,17 +310,26 @@ def test_launch_bound_gpu_is_reported() -> None:
     assert (a.peak_bytes, a.sm_clock_mhz, a.power_w) == (5, 1500, 300.0)
 
 
+def calls_on(length: int, phase: str = "denoise") -> dict[str, Any]:
+    """Return a census of 12 calls of this length."""
+    size = [1, 2, length, 32]
+    row = {"module": "layers.0", "phase": phase, "signature": 0, "calls": 12}
+    return {"signatures": [{"query": size, "key": size, "value": size}], "rows": [row]}
+
+
 def test_changed_model_is_reported_and_not_predicted() -> None:
-    size = [1, 2, 96, 32]
-    longer = {"signatures": [{"query": size, "key": size, "value": size}]}
-    longer["rows"] = [{"module": "layers.0", "phase": "denoise", "signature": 0, "calls": 12}]
-    _, a = checked(Pretended(census=longer), "a")
+    _, a = checked(Pretended(census=calls_on(96)), "a")
     assert a.prediction is None
     assert a.unpredicted == (
         "the model built here is not the one recorded: layers.0 (denoise) calls attention 0 times "
         "on [1, 2, 64, 32] × [1, 2, 64, 32], not 12 times as recorded: capture it again"
     )
     assert a.measured[RUN].speedup is not None
+    batches = calls_on(-1, "prefill"), calls_on(-1, "extend")
+    assert difference(*batches).endswith(
+        "capture it again, without prefix caching, with which a "
+        "second run of the engine computes less"
+    )
 
 
 def test_run_that_trains_is_predicted_from_times_of_forward_and_backward() -> None:
