@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import repeat
 
 CACHING = ("prefill", "extend", "decode", "mixed")
 """Phases of a language model that keeps keys and values in a cache."""
+
+
+class _Prepared(threading.local):
+    phase: str | None = None
+    """Phase of the batch that the engine prepared last in this thread; None outside of engines."""
+
+
+prepared = _Prepared()
+"""Batch of an engine, whose model receives no argument that tells the phase of its next forward."""
 
 
 def phase_of_lengths(

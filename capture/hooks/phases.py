@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from capture.hooks.attributes import attribute
-from capture.hooks.batch_phase import CACHING, phase_of_lengths
+from capture.hooks.batch_phase import CACHING, phase_of_lengths, prepared
 
 RECOMPUTE = "recompute"
 
@@ -83,7 +83,7 @@ class ModuleRole:
             cache = next((each for each in caches if each is not None), None)
             if cache is not None or self.generates:
                 return self._text_phase(cache, args, kwargs, step)
-        return "encode" if outer is None else None
+        return prepared.phase or "encode" if outer is None else None
 
     def time_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the time step that a forward pass receives; None if it receives none."""

@@ -22,7 +22,7 @@ class Loss:
     """Time that the plan saves per run and the export does not; negative if the export saves more.
     """
     error: str
-    """What is known of the error of the used kernel."""
+    """Known limit of the used kernel's error, in words."""
 
     def __str__(self) -> str:
         where = printable(self.modules[0]) + (" …" if len(self.modules) > 1 else "")

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from capture.call.attention_variant import AttentionVariant
 from capture.errors import warned
-from capture.hooks.batch_phase import phase_of_lengths
+from capture.hooks.batch_phase import phase_of_lengths, prepared
 from capture.hooks.entry_points.functions import replaced
 from capture.hooks.entry_points.vllm_graphs import WholeGraphs, is_capturing
 from capture.hooks.entry_points.wrapper import THD, OutputLayout, wrapped, wrapped_everywhere
@@ -88,7 +88,10 @@ def follow(handler: Handler) -> Iterator[None]:
             stack.enter_context(
                 replaced(layer.forward_impl, lambda own: _at_latent_layer(own, graphs))
             )
-        yield
+        try:
+            yield
+        finally:
+            prepared.phase = None
 
 
 def _at_layer(forward: Callable[..., Any], graphs: WholeGraphs) -> Callable[..., Any]:
@@ -167,7 +170,8 @@ def _keeping_batch(build: Callable[..., Any]) -> Callable[..., Any]:
                 starts = common.query_start_loc[: common.num_reqs + 1]
                 lengths = common.seq_lens[: common.num_reqs]
                 table = common.block_table_tensor
-                setattr(metadata, _BATCH, Batch(common, phase_of(common), table, starts, lengths))
+                prepared.phase = phase_of(common)
+                setattr(metadata, _BATCH, Batch(common, prepared.phase, table, starts, lengths))
         return metadata
 
     return keeping

@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 USER_MODEL = """
 import os
+import signal
 import sys
 import time
 import torch
@@ -264,6 +265,15 @@ def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> No
         assert re.search(rf"^ +[\d.]+ s  .*{said}", err, re.MULTILINE), err
 
 
+@pytest.fixture
+def _default_sigterm() -> Iterator[None]:
+    """Set Python's own handler of SIGTERM, which Ray replaces."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_default_sigterm")
 @pytest.mark.parametrize(
     ("function", "options", "code", "said"),
     [

@@ -20,6 +20,7 @@ from replay import use_kernel
 from replay.accuracy.reference import attention
 from replay.api.replay_calls import replay
 from replay.end_to_end.model_check import own_kernel_of
+from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN
 from replay.end_to_end.predicted_times import Calls, Clocked
 from replay.end_to_end.prediction import everywhere, predict
@@ -68,9 +69,14 @@ class Model(nn.Module):
         self.attn = Layer("model.layers.0.attn", backend, Impl(WIDTH**-0.5, **options), cache)
         self.builder = vllm_stand_in.Builder()
 
-    def forward(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        tokens = int(common.query_start_loc[-1])
+    def run(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Run a batch as the engine does, which prepares it before the model's forward."""
         metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        output: torch.Tensor = self(common, metadata)
+        return output
+
+    def forward(self, common: CommonAttentionMetadata, metadata: Any) -> torch.Tensor:
+        tokens = int(common.query_start_loc[-1])
         if isinstance(self.attn.impl, LatentImpl):
             query = normal(common.num_actual_tokens, HEADS, WIDTH, seed=0)
             return self.attn(query, query, query, metadata)[:tokens]
@@ -82,7 +88,7 @@ class Model(nn.Module):
 def recorded(model: Model, common: CommonAttentionMetadata, out: Path) -> Any:
     """Return the call and the output of a batch; check that the recording has this output."""
     with record(model, out) as recording:
-        output = model(common)
+        output = model.run(common)
     assert (recording.problems, recording.capture.first_nonfinite) == ([], None)
     (call,) = load(out)
     assert call.origin.module == "model.layers.0.attn"
@@ -133,7 +139,7 @@ def test_an_fp8_cache_is_recorded_with_its_scales(
     assert call.query.dtype == (torch.float32 if query_scale is None else stored)
     assert call.key_scale.tolist() == key_scale.expand(KV_HEADS).tolist()
     with use_kernel("eager", model) as swap:
-        assert torch.allclose(model(batch(CHUNK, (True, False, False))), output, 2e-2, 2e-3)
+        assert torch.allclose(model.run(batch(CHUNK, (True, False, False))), output, 2e-2, 2e-3)
     assert swap.hits == 1
 
 
@@ -150,14 +156,14 @@ def test_latent_attention_is_recorded_from_its_pages(
     decode = batch((1, 1, 1), (False, False, False))
     call, output = recorded(model, decode, tmp_path / "calls")
     with use_kernel("eager", model) as swap:
-        assert torch.allclose(model(decode), output, 2e-2, 2e-3)
+        assert torch.allclose(model.run(decode), output, 2e-2, 2e-3)
     assert swap.hits == 1
     assert call.origin.phase == "decode"
     assert call.value_is_in_key
     assert ("scaled" in call.features) == is_fp8
     with record(model, tmp_path / "prompts first"):
         for layer.has_prompts_only in (True, False):
-            model(decode)
+            model.run(decode)
     assert [str(each.message) for each in recwarn] == []  # no whole graph was counted
 
 
@@ -178,7 +184,7 @@ def test_the_census_has_the_phase_and_the_lengths_of_every_batch(
     ]
     with record(model, tmp_path / "calls", max=1) as recording:
         for _, queries, prefilling in batches:
-            model(batch(queries, prefilling))
+            model.run(batch(queries, prefilling))
     assert recording.problems == []
     (capture,) = Dataset.open(tmp_path / "calls").captures
     (signature,) = capture.census["signatures"]
@@ -211,7 +217,7 @@ def test_profiling_and_making_a_graph_are_not_calls(
     model = Model()
     tokens = normal(5, HEADS, WIDTH, seed=0)
     with record(model, tmp_path / "calls") as recording:
-        model(batch(CHUNK, None)) if is_capturing else model.attn(tokens, tokens, tokens, None)
+        model.run(batch(CHUNK, None)) if is_capturing else model.attn(tokens, tokens, tokens, None)
     assert recording.seen == 0
 
 
@@ -225,9 +231,9 @@ def test_a_kernel_answers_in_the_engine_and_is_predicted(tmp_path: Path) -> None
         *[batch((1, 1, 1), (False, False, False))] * 2,
     ]
     with record(model, tmp_path / "calls"):
-        expected = [model(common) for common in batches]
+        expected = [model.run(common) for common in batches]
     with use_kernel("eager", model) as swap:
-        outputs = [model(common) for common in batches]
+        outputs = [model.run(common) for common in batches]
     assert (swap.hits, swap.fallbacks) == (5, {})
     for output, own in zip(outputs, expected, strict=True):
         assert torch.allclose(output, own, atol=1e-5)
@@ -247,3 +253,18 @@ def test_a_kernel_answers_in_the_engine_and_is_predicted(tmp_path: Path) -> None
         "mixed": 1,
         "decode": 2,
     }
+
+
+def test_forwards_are_timed_by_the_phase_of_their_batch() -> None:
+    model = Model()
+    clock = Clock({"": model}, torch.device("cpu"))
+    with use_kernel("eager", model), clock.running() as times:
+        for queries in (CHUNK, (1, 1, 1), (1, 1, 1)):
+            model.run(batch(queries, None))
+    assert {phase: len(seconds) for phase, seconds in times.forwards.items()} == {
+        "mixed": 1,
+        "decode": 2,
+    }
+    with clock.running() as times:
+        model(batch(CHUNK, None), None)
+    assert [*times.forwards] == ["encode"]  # no engine runs any more
