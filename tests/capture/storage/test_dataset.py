@@ -24,7 +24,7 @@ from capture.errors import DatasetError
 from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.dataset import MANIFEST, Dataset
 from tests.capture.storage.captures import alter, edit_manifest, write_dataset
-from tests.factories import bits
+from tests.factories import bits, normal
 from tests.variant_calls import paged_call
 
 MakeCall = Callable[..., AttentionCall]
@@ -183,6 +183,27 @@ def test_outputs_are_recomputed(
         "intact; dropout 0.1 cannot be recomputed",
         "intact; cannot be recomputed, as SDPA has no soft cap 2, pages of 4",
     ]
+
+
+def test_sums_in_another_order_pass(tmp_path: Path, make_call: MakeCall) -> None:
+    """The values cancel: their mean is about a hundredth of their size."""
+    query, key, value = (
+        normal(1, 2, 1, 8),
+        normal(1, 2, 8192, 8, seed=1),
+        normal(1, 2, 8192, 8, seed=2),
+    )
+    weights = (query @ key.mT * 8**-0.5).softmax(-1)
+    one_by_one = (weights.mT * value).cumsum(2)[:, :, -1:]
+    fields = {"query": query, "key": key, "value": value}
+    data = write_dataset(
+        tmp_path / "data",
+        make_call(**fields, output=one_by_one),
+        make_call(call_index=1, **fields, output=one_by_one * (1 + 1e-4)),
+        make_call(call_index=2, **fields, output=torch.zeros_like(one_by_one)),
+    )
+    assert [finding.good for finding in check_files(data)] == [True, False, False]
+    right, *_ = findings_of(data).values()
+    assert float(right.partition("L1 ")[2].split()[0]) > 4 * torch.finfo(torch.float32).eps
 
 
 def test_wrong_outputs_are_found(tmp_path: Path, make_call: MakeCall) -> None:
