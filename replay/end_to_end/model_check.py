@@ -96,7 +96,7 @@ class ModelResult:
     hits: int = 0
     """Calls per run that the kernel handled."""
     own_calls: int = 0
-    """Calls per run that a plan assigns to `OWN`."""
+    """Calls per run that a plan leaves to the model's own attention."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls per run that fell back to the model's own attention, by reason."""
     missing: list[str] = field(default_factory=list)

@@ -82,7 +82,7 @@ class ModelRun:
     times: RunTimes
     hits: int
     own_calls: int
-    """All calls of the baseline, or those a plan assigns to `OWN`."""
+    """All calls of the baseline, or those a plan leaves to the model's own attention."""
     fallbacks: dict[str, int]
     """Calls that fell back to the model's own attention, by reason."""
     copies: int

@@ -19,7 +19,6 @@ from capture.hooks.modules import denoisers
 from capture.models_package import import_models
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
-from replay.end_to_end.model_process import OWN
 from replay.end_to_end.predicted_times import RUN
 from replay.end_to_end.run_pace import BUILDING, COUNTING
 from replay.end_to_end.saved_outputs import keep
@@ -27,6 +26,7 @@ from replay.kernels.failures import classify
 from replay.patch.call_counts import Swap
 from replay.patch.call_dispatcher import Around
 from replay.patch.use_kernel import use_kernel, use_own, use_plan
+from replay.plan.plan import Plan
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
 from replay.workers.worker import Hear, Say
 
@@ -148,8 +148,9 @@ def _swapped(
 def _counts(swap: Swap, request: dict[str, Any]) -> dict[str, Any]:
     """Return the counts, named as in `replay.end_to_end.model_process.ModelRun`."""
     hits, own_calls, fallbacks = swap.hits, 0, dict(swap.fallbacks)
-    if request["plan"] is not None and OWN in swap.kernels:
-        own_calls = swap.kernels[OWN].hits
+    if request["plan"] is not None:
+        used = Plan.load(request["plan"]).kernels
+        own_calls = sum(counts.hits for name, counts in swap.kernels.items() if name not in used)
         hits -= own_calls
     elif not swap.kernels:
         own_calls, fallbacks = swap.not_planned, {}

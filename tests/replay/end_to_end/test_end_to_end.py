@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +24,18 @@ class Told(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plan(workshop: Path) -> Path:
-    """A plan with `wrong` in the first of three layers."""
-    path = "layers.0"
-    choice = LayerChoice(
-        path, "denoise", "kernels.py:wrong", True, True, None, None, None, 0.0, 4, 1
-    )
+    """A plan with `wrong` in the first of three layers, and plain SDPA in the second.
+
+    It says that the model has another kernel in the second layer.
+    """
+    choices = [
+        LayerChoice(f"layers.{layer}", "denoise", kernel, True, True, None, None, None, 0.0, 4, 1)
+        for layer, kernel in enumerate(("kernels.py:wrong", "torch-default"))
+    ]
+    choices[1] = replace(choices[1], baseline="torch-math")
     written = workshop / "plan.json"
     budget = Budget("cosine", 0.9)
-    Plan("model.py:build", "", budget, "torch-default", [choice]).save(written)
+    Plan("model.py:build", "", budget, "torch-default", choices).save(written)
     return written
 
 
@@ -107,7 +112,8 @@ def test_kernel_that_crashes_or_hangs_loses_its_own_row(
 def test_a_plan_is_run_with_the_kernels_it_names(told: Told) -> None:
     everywhere, planned = told.found["wrong"], told.found["plan.json"]
     assert (everywhere["hits"], everywhere["fallbacks"]) == (CALLS, {})
-    assert (planned["hits"], planned["fallbacks"]) == (4, {"not in the plan": CALLS - 4})
+    assert (planned["hits"], planned["own_calls"]) == (8, 0)
+    assert planned["fallbacks"] == {"not in the plan": 4}
     assert 0 < planned["drift"]["relative_l1"] < everywhere["drift"]["relative_l1"]
     calls = planned["prediction"]["run"]["calls"]
     assert (calls["swapped"], calls["own"]) == (4, CALLS - 4)
