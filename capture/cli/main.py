@@ -6,7 +6,9 @@ import difflib
 import importlib
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from attention_replay.errors import Error
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except BaseException as error:  # some models raise errors that are not Exceptions
             if arguments.debug:
                 raise
-            code = _explain(error, arguments.left_behind)
+            code = _explain(error, arguments)
     exit_with("capture", code)
 
 
@@ -60,11 +62,11 @@ def _parsed(given: list[str]) -> tuple[Any, Any]:
     return command, parser.parse_args(rest)
 
 
-def _explain(error: BaseException, left_behind: str) -> int:
-    """Print one sentence, which ends with `left_behind`, and return the exit code."""
+def _explain(error: BaseException, arguments: Any) -> int:
+    """Print one sentence, which ends with `arguments.left_behind`, and return the exit code."""
     from capture.errors import MissingPackage, described
 
-    error = MissingPackage.behind(error)
+    error, left_behind = MissingPackage.behind(error), arguments.left_behind
     if isinstance(error, Error):
         sentence = f"capture: {printable(with_flags(str(error)))}{left_behind}"
         print(sentence, file=sys.stderr)
@@ -74,7 +76,19 @@ def _explain(error: BaseException, left_behind: str) -> int:
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
         return 1  # rich found that the reader of stdout has gone
     print(
-        f"capture: failed with {printable(described(error))} (traceback with --debug){left_behind}",
+        f"capture: failed with {printable(described(error))} "
+        f"({_line_of_user(error, arguments)}traceback with --debug){left_behind}",
         file=sys.stderr,
     )
     return 1
+
+
+def _line_of_user(error: BaseException, arguments: Any) -> str:
+    """Return the last line of the user's `FILE.py:FUNCTION` that an error passed, if any."""
+    file = Path(str(vars(arguments).get("model")).rpartition(":")[0]).name
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if file and Path(frame.f_code.co_filename).name == file
+    ]
+    return f"{printable(file)}, line {lines[-1]}; " if lines else ""

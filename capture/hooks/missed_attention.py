@@ -22,10 +22,10 @@ class MissedAttention:
     """Path of one of the modules."""
 
     def __str__(self) -> str:
-        of = counted(self.modules, "module")
-        return (
-            f"{counted(self.forwards, 'run')} of {of} of class {self.kind} (such as {self.example})"
-        )
+        text = f"{counted(self.forwards, 'run')} of {counted(self.modules, 'module')}"
+        if self.example == self.kind:  # the outermost module, whose name is its class
+            return f"{text} of class {self.kind}"
+        return f"{text} of class {self.kind} (such as {self.example})"
 
 
 def find_missed_attention(tracker: ModuleTracker, sampled: SampledStep) -> list[MissedAttention]:

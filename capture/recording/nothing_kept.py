@@ -55,7 +55,10 @@ def _other_attention(recording: Recording) -> str:
             "False), which changes the last bits of their outputs"
         )
     if past:
-        return f"attention is computed in the model's own code, which is not seen: {past[0]}"
+        return (
+            f"the model's own code computes attention: {past[0]}; only calls of SDPA and other "
+            "entry points are recorded"
+        )
     if not recording.may_have_run:
         return "the model did not run while it was recorded"
     return (

@@ -123,7 +123,7 @@ def next_step(
             exporting = shlex.join(["replay", "export", str(path), "--to", "vllm"])
             return f"give vLLM the backend that comes nearest to the plan: {exporting}"
         trusted = ", trust_code=True" if used.code else ""
-        return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
+        return f"use the plan in your program: with ar.use_plan({str(path)!r}{trusted}): …"
     if is_faster and len(captures) == 1:
         further = ["--out", "plan.json", "--budget", BUDGET]
         choose = _command(arguments, "plan", *further, flags=OF_RECORDING)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from attention_replay.errors import Error
 from capture.text.printable import printable
 from replay.kernels.kernel_names import USER_MODULE
 from replay.rows.row import Status
@@ -57,7 +58,7 @@ def classify(error: BaseException) -> Finding:
     line = " ".join(message.split()) if is_own else message.partition("\n")[0]
     # Remove escape codes, surrogates and excess length, because a terminal shows the text.
     text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
-    if isinstance(error, CannotJudge):
+    if isinstance(error, CannotJudge | Error):
         return Finding("error", text)
     if isinstance(error, NotImplementedError):
         return Finding("unsupported", text)

@@ -93,7 +93,7 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
 
     def times(found: MeasuredSpan) -> list[str]:
         cells = [f"{found.seconds * (1 if in_seconds else 1000):.4g}"]
-        cells += [f"{found.tokens_per_second:.4g}"] if has_tokens else []
+        cells += [_rate(found.tokens_per_second or 0.0)] if has_tokens else []
         return cells + ([f"{1000 * found.seconds / steps:.4g}"] if steps else [])
 
     table.add_row(Text(own.kernel), *times(measured), "", "", "")
@@ -110,6 +110,10 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
             "-" if error is None else f"{100 * error:+.1f} %",
         )
     return table
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.4g}" if per_second < 1000 else f"{per_second:.0f}"
 
 
 def _outcome(others: Sequence[ModelResult]) -> Table:

@@ -197,13 +197,13 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 def sentence_of(result: tuple[int, str, str], code: int) -> str:
-    """Check the exit code, and that stderr has one line; return this line."""
+    """Check the exit code and that stderr has one line; return it, with N for a line of a file."""
     got, out, err = result
     lines = [line for line in err.splitlines() if line.startswith("capture: ")]
     assert (got, out) == (code, "")
     assert len(lines) == 1, err
     assert "Traceback" not in err
-    return lines[0].removeprefix("capture: ")
+    return re.sub(r", line \d+", ", line N", lines[0].removeprefix("capture: "))
 
 
 @pytest.mark.parametrize("below", ["file", "file/x"])
@@ -281,7 +281,7 @@ def _default_sigterm() -> Iterator[None]:
         ("build", ["--max-bytes", "1k"], 2, "no call fits in --max-bytes; increase it"),
         ("build", ["--heads", "99"], 2, "choose others with --heads"),
         ("silent", [], 2, "no attention call was seen"),
-        ("broken", [], 1, "ZeroDivisionError: by nought (traceback with --debug)"),
+        ("broken", [], 1, "ZeroDivisionError: by nought (my.py, line N; traceback with --debug)"),
         ("absent", [], 2, "has no function 'absent'"),
         ("interrupted_early", [], 130, "interrupted; nothing was recorded"),
         ("terminated_early", [], 143, "interrupted; nothing was recorded"),
@@ -307,8 +307,8 @@ def test_runs_that_keep_nothing(
 @pytest.mark.parametrize(
     ("function", "code", "said"),
     [
-        ("own", 1, "failed with Own: mine (traceback with --debug)"),
-        ("speechless", 1, "failed with Speechless (traceback with --debug)"),
+        ("own", 1, "failed with Own: mine (my.py, line N; traceback with --debug)"),
+        ("speechless", 1, "failed with Speechless (my.py, line N; traceback with --debug)"),
         ("exits", 2, "the run of exits in {file} ended in SystemExit: 3"),
     ],
 )

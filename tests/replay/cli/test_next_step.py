@@ -134,7 +134,7 @@ def test_verify_leads_to_a_plan_and_its_use(tmp_path: Path) -> None:
     rows = ("--json", "rows.jsonl")
     assert command(said(*planning, *rows, written=plan("mine")))[-2:] == ["--rows", "rows.jsonl"]
     use = said(*measure)
-    assert use == f"use the plan in your program: with replay.use_plan({path!r}): …"
+    assert use == f"use the plan in your program: with ar.use_plan({path!r}): …"
     plan("mine.py:kernel").save(path)
     assert f"use_plan({path!r}, trust_code=True)" in said(*measure)
     slower = Speedup(0.4, 0.3, 0.5, "slow", "interval-below-1")

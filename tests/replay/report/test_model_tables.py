@@ -55,7 +55,7 @@ def test_tables_cut_no_text(width: int) -> None:
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert "…" not in text
-    figures = ["1.50× (1.48-1.52)", "1.25× (1.24-1.26)", "+20.0 %", "2.482e+04", "14.25", "1984"]
+    figures = ["1.50× (1.48-1.52)", "1.25× (1.24-1.26)", "+20.0 %", "24824", "14.25", "1984"]
     figures += ["KL 0.0013, top-1 98.5 %", "perplexity 12.2 → 12.5", "differs from token 17"]
     for figure in figures:
         assert text.count(figure) >= 2, figure
