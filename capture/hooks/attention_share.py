@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from capture.errors import reraise_from_signal_handler
+from capture.hooks.batch_phase import prepared
 from capture.hooks.modules import CallSite, ModuleTracker, WatchedModule
 from capture.hooks.phases import RECOMPUTE
 
@@ -25,11 +26,20 @@ class _Pass(NamedTuple):
     """Measured forward pass of an outermost module."""
 
     key: tuple[str, str]
-    """Path and phase."""
+    """Path and phase; an engine knows the phase of its batch, and the model does not."""
     earlier: int
     """Number of passes of the same path and phase before it."""
     marks: list[Mark]
     """Start, three marks for each attention call (`AttentionShare.mark`), and end."""
+
+
+class _Seconds(NamedTuple):
+    """Seconds of a pass without the recorder's work, and those of its attention calls."""
+
+    whole: float
+    attention: float
+    calls: int
+    """Number of attention calls."""
 
 
 class AttentionShare:
@@ -37,11 +47,12 @@ class AttentionShare:
 
     Passes 1, 2, 4, 8 and so on of each module and phase are measured, so that long runs cost
     little, and the pass after each. The shorter of the two represents all passes until the next
-    pair: a kernel that is compiled anew lengthens only one. Pass 0 counts only if it is the only
-    one, because `SampledStep` slows it down. Then its first attention call, in which libraries load
-    and compile kernels, counts with the median of the others. The recorder's own work is
-    subtracted. If CUDA is in use, times are the current stream's. The share is unknown without
-    calls, or if one is made outside its thread's passes or in the capture of a CUDA graph.
+    pair: a kernel that is compiled anew lengthens only one. If the two make different numbers of
+    calls, because a cache of outputs saves some, both represent them. Pass 0 counts only if it is
+    the only one, because `SampledStep` slows it down. Then its first attention call, in which
+    libraries load and compile kernels, counts with the median of the others. The recorder's own
+    work is subtracted. If CUDA is in use, times are the current stream's. The share is unknown
+    without calls, or if one is made outside its thread's passes or in the capture of a CUDA graph.
     """
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -53,7 +64,7 @@ class AttentionShare:
 
     def enter(self, watched: WatchedModule, site: CallSite) -> None:
         """Begin a forward pass."""
-        key = watched.path, site.phase
+        key = watched.path, prepared.phase or site.phase
         self._thread.is_inside = True
         if site.phase == RECOMPUTE:
             return
@@ -88,7 +99,7 @@ class AttentionShare:
 
     def share(self) -> float | None:
         """Return attention's share, from 0 to 1; None if it is unknown."""
-        seconds: dict[tuple[str, str], dict[int, tuple[float, float]]] = defaultdict(dict)
+        seconds: dict[tuple[str, str], dict[int, _Seconds]] = defaultdict(dict)
         for each in self._measured:
             try:
                 seconds[each.key][each.earlier] = _seconds(each)
@@ -100,9 +111,11 @@ class AttentionShare:
             starts = sorted(filter(_is_start, found)) or [min(found)]
             ends = [*starts[1:], self._passes[key]]
             for start, begin, end in zip(starts, [0, *ends], ends, strict=False):
-                of_pass, of_calls = min(found[at] for at in (start, start + 1) if at in found)
-                whole += (end - begin) * of_pass
-                attention += (end - begin) * of_calls
+                pair = [found[at] for at in (start, start + 1) if at in found]
+                if len({each.calls for each in pair}) == 1:
+                    pair = [min(pair)]
+                whole += (end - begin) * statistics.fmean(each.whole for each in pair)
+                attention += (end - begin) * statistics.fmean(each.attention for each in pair)
         return min(attention / whole, 1.0) if self._is_known and attention > 0 else None
 
 
@@ -118,8 +131,7 @@ def _is_start(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _seconds(measured: _Pass) -> tuple[float, float]:
-    """Return the seconds of a pass without the recorder's work, and those of its attention."""
+def _seconds(measured: _Pass) -> _Seconds:
     first, *calls, last = measured.marks
     begins, ends, recorded = calls[::3], calls[1::3], calls[2::3]
     attention = [*map(_between, begins, ends)]
@@ -128,7 +140,7 @@ def _seconds(measured: _Pass) -> tuple[float, float]:
         warm_up = max(0.0, attention[0] - statistics.median(attention[1:]))
         left_out += warm_up
         attention[0] -= warm_up
-    return _between(first, last) - left_out, sum(attention)
+    return _Seconds(_between(first, last) - left_out, sum(attention), len(attention))
 
 
 def _now() -> Mark:

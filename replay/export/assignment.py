@@ -50,7 +50,7 @@ def assign(plan: Plan, target: Target) -> Assignment:
         for place, members in together.items():
             named = []
             for lengths, group in _groups(members, target.has_lengths):
-                kernel = _joined([choice for choice, _ in group], plan, target)
+                kernel = _joined(group, plan, target)
                 named.append((lengths, kernel))
                 for choice, part in group:
                     losses.note(choice, kernel, part)
@@ -90,15 +90,15 @@ def own_kernel(choice: LayerChoice, plan: Plan) -> str:
     return choice.baseline or plan.baseline
 
 
-def _joined(choices: Sequence[LayerChoice], plan: Plan, target: Target) -> str:
+def _joined(parts: Sequence[Part], plan: Plan, target: Target) -> str:
     """Return the kernel for choices that share a place; empty for the model's own attention."""
-    chosen = {choice.kernel for choice in choices}
-    own = {own_kernel(choice, plan) for choice in choices}
+    chosen = {choice.kernel for choice, _ in parts}
+    own = {own_kernel(choice, plan) for choice, _ in parts}
     if len(chosen) == 1 and (chosen == own or chosen <= target.kernels.keys()):
         return "" if chosen == own else chosen.pop()
-    allowed = [(choice.kernel, *choice.others) for choice in choices]
+    allowed = [(choice.kernel, own_kernel(choice, plan), *choice.others) for choice, _ in parts]
     saved = {
-        kernel: sum(_saved_ms(choice, kernel) for choice in choices)
+        kernel: math.fsum(_saved_ms(choice, kernel) * part for choice, part in parts)
         for kernel in dict.fromkeys(itertools.chain(*allowed))
         if kernel in target.kernels and {kernel} != own and all(kernel in each for each in allowed)
     }
@@ -139,7 +139,7 @@ class _Losses:
     def _reason(self, choice: LayerChoice) -> str:
         if self._target.place(choice) is None:
             return f"{self._target.name} cannot address these calls"
-        if choice.kernel not in self._target.kernels:
+        if choice.kernel not in (own_kernel(choice, self._plan), *self._target.kernels):
             return f"{self._target.name} does not have {choice.kernel}"
         return f"{self._target.name} has one kernel for {self._target.joins}"
 

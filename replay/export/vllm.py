@@ -79,7 +79,7 @@ def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
                 choice,
                 kernel=SAME.get(choice.kernel, choice.kernel),
                 baseline=SAME.get(choice.baseline, choice.baseline),
-                others={SAME.get(kernel, kernel): ms for kernel, ms in choice.others.items()},
+                others=_others(choice, plan),
             )
             for choice in plan.choices
         ],
@@ -99,6 +99,17 @@ def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
         joins = "all layers of a kind, with windows or without"
         possible.append(replace(target, joins=joins, place=_in(by_kind)))
     return plan, max(possible, key=lambda each: _saved_ms(plan, each))
+
+
+def _others(choice: LayerChoice, plan: Plan) -> dict[str, float]:
+    """Return the times that other backends save at a layer, each with its fastest kernel."""
+    found: dict[str, float] = {}
+    for kernel, saved_ms in choice.others.items():
+        backend = SAME.get(kernel, kernel)
+        found[backend] = max(saved_ms, found.get(backend, saved_ms))
+    own = own_kernel(choice, plan)
+    found.pop(SAME.get(own, own), None)
+    return found
 
 
 def _saved_ms(plan: Plan, target: Target) -> float:

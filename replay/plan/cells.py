@@ -313,6 +313,16 @@ def _worst(errors: Iterable[Errors]) -> Worst | None:
     return Worst(**worst)
 
 
+def decided_saving(cell: Cell, cost: Cost) -> float | None:
+    """Return the time that a cost saves per run; 0 if the rounds show no relevant difference."""
+    if not cost.saved_ms:
+        return cost.saved_ms
+    faster, slower = cost.choice.kernel, cell.baseline
+    if cost.saved_ms < 0:
+        faster, slower = slower, faster
+    return 0.0 if is_undecided(cell, faster, slower) else cost.saved_ms
+
+
 def is_undecided(cell: Cell, fastest: str, other: str) -> bool:
     """Return True if the rounds of the cell's calls show no relevant difference in speed."""
     calls = tuple(dict.fromkeys(call for counted in cell.counted for call in counted.shares))

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from replay.plan.cells import Cell, Cost, by_length, by_step, cells_of, cost_of, is_undecided
+from replay.plan.cells import (
+    Cell,
+    Cost,
+    by_length,
+    by_step,
+    cells_of,
+    cost_of,
+    decided_saving,
+    is_undecided,
+)
 from replay.plan.key_lengths import KeyLengths
 from replay.plan.knapsack import Option, solve
 from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, TotalError
@@ -160,10 +169,10 @@ class _Costs:
             if kernel not in cell.kernels or kernel in (cell.baseline, choice.kernel):
                 continue
             cost = self.cost(cell, kernel)
-            may_run = (cost.choice.inside or not choice.covered) and not cost.overwrites
-            if may_run and cost.saved_ms is not None:
-                is_tie = is_undecided(cell, kernel, cell.baseline)
-                saved[kernel] = 0.0 if is_tie else cost.saved_ms
+            saved_ms = decided_saving(cell, cost)
+            may_run = cost.choice.inside if choice.covered else _runs(cell, kernel)
+            if may_run and not cost.overwrites and saved_ms is not None:
+                saved[kernel] = saved_ms
         return replace(choice, others=saved)
 
     def cost(self, cell: Cell, kernel: str) -> Cost:
@@ -356,6 +365,13 @@ def _best(cell: Cell, costs: Sequence[Cost]) -> Cost:
         for cost in timed
         if cost is fastest or is_undecided(cell, fastest.choice.kernel, cost.choice.kernel)
     )
+
+
+def _runs(cell: Cell, kernel: str) -> bool:
+    """Return True if a kernel may run the replayed calls that represent a cell's calls."""
+    calls = {name for counted in cell.counted for name in counted.shares}
+    rows = [row for name in calls if (row := cell.row(name, kernel)) is not None]
+    return all(row.status == "ok" and not row.overwrites for row in rows)
 
 
 def _left_out(costs: Iterable[Cost]) -> dict[str, str]:

@@ -175,7 +175,8 @@ class LayerChoice:
     in older plans and for other models."""
     others: dict[str, float] = field(default_factory=dict)
     """Time in ms that each other exact kernel saves per run, if it may run here: it is within the
-    budget, or no call of the layer was replayed. Empty in older plans."""
+    budget or, if no call of the layer was replayed, right on the calls that represent it. Empty in
+    older plans."""
 
     def __post_init__(self) -> None:
         """Check the figures and ranges, which may come from a file.

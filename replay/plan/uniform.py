@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay.plan.cells import Cost, cells_of, cost_of, is_undecided
+from replay.plan.cells import Cost, cells_of, cost_of, decided_saving
 from replay.plan.plan import Budget
 from replay.rows.row import Row
 
@@ -56,11 +56,10 @@ def uniform(
     for cell in cells_of(rows, census, baseline):
         for kernel in cell.kernels:
             cost = cost_of(cell, kernel, budget)
-            is_timed = cost.saved_ms is not None and cost.status != "unsupported"
-            if kernel != cell.baseline and is_timed and is_undecided(cell, kernel, cell.baseline):
-                cost = cost._replace(saved_ms=0.0)
-                undecided[kernel] += 1
+            cost = cost._replace(saved_ms=decided_saving(cell, cost))
             kernels.setdefault(kernel, []).append(cost)
+            is_timed = cost.choice.time_ms is not None and cost.status != "unsupported"
+            undecided[kernel] += kernel != cell.baseline and is_timed and cost.saved_ms == 0
     return [
         _uniform(kernel, costs, undecided[kernel], budget)
         for kernel, costs in kernels.items()

@@ -9,6 +9,7 @@ from torch import nn
 
 from capture.hooks import attention_share
 from capture.hooks.attention_share import AttentionShare
+from capture.hooks.batch_phase import prepared
 from capture.hooks.modules import CallSite, ModuleTracker
 from capture.hooks.phases import RECOMPUTE
 from capture.storage.capture_record import CaptureRecord
@@ -66,11 +67,28 @@ def test_measured_pass_represents_passes_until_the_next(passes: Passes) -> None:
     assert passes.share.share() == pytest.approx((1 + 2 + 6) / 30)
 
 
+def test_passes_that_skip_calls_and_those_that_do_not_both_count(passes: Passes) -> None:
+    """A cache of outputs saves the calls of every other pass."""
+    for _ in range(4):
+        passes.run(3, 3, others=3)
+        passes.run(others=1)
+    assert passes.share.share() == 0.6
+
+
 def test_phases_are_weighted_by_their_time(passes: Passes) -> None:
     passes.run(2, others=2, phase="prefill")
     passes.run(0, others=6, phase="decode")
     passes.run(9, others=0, phase=RECOMPUTE)
     assert passes.share.share() == 0.2
+
+
+def test_batches_of_an_engine_have_phases_of_their_own(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for phase, attention, others in [("prefill", 8, 2), ("decode", 1, 1)] * 2:
+        monkeypatch.setattr(prepared, "phase", phase)
+        passes.run(attention, others=others, phase="encode")
+    assert passes.share.share() == 0.75
 
 
 def test_share_is_unknown_with_calls_outside_of_passes(passes: Passes) -> None:

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_schedule_has_a_name_for_each_step() -> None:
     assert schedule(choice("a", "fa3", steps=(1, 9_999)), steps=2) == ["SDPA", "FLASH_3"]
 
 
+def test_steps_count_by_their_share_of_a_choice() -> None:
+    """In steps 0 and 1, fa3 saves 2 ms in the first layer and costs 2 ms in the second."""
+    short = choice("b", "fa2", 2.0, steps=(0, 1), fa3=-2.0)
+    rest = choice("b", "fa3", 8.0, steps=(2, 9))
+    found = schedule(choice("a", "fa3", 10.0, steps=(0, 9), fa2=5.0), short, rest, steps=3)
+    assert found == ["FLASH", "FLASH", "FLASH_3"]
+
+
+def test_kernel_may_run_at_a_layer_that_has_it_without_the_plan() -> None:
+    own = replace(choice("a", "sage1", 5.0), baseline="fa3")
+    exported = export(plan_of(own, choice("b", "fa3", 2.0)), "xdit", steps=1)
+    assert (exported.text, exported.saved_ms) == ("FLASH_3\n", 2)
+    kept = replace(choice("a", "eager", 0.0, fa3=0.0), baseline="eager")
+    (loss,) = export(plan_of(kept, choice("b", "fa3", 2.0)), "xdit", steps=1).losses
+    assert loss.reason == "xdit has one kernel for all layers of a step"
+
+
 def layer(number: int, kernel: str, *of_choice: float, **fields: Any) -> LayerChoice:
     module, fields = f"model.layers.{number}.attn", {"phase": "decode", **fields}
     return choice(module, kernel, *of_choice, **fields)
@@ -119,6 +137,22 @@ ONLY_0_IN_FP8 = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1", "2
         ([layer(0, "fa3-kvcache"), layer(0, "fa3", phase="prefill")], FLASH_3, 0),
         ([layer(0, "triton-decode")], {}, 1),
         ([layer(0, "triton-decode", flashinfer_paged=0.75)], FLASHINFER, 0.25),
+        # The faster one of a backend's kernels counts, unless the model has it already.
+        (
+            [layer(0, "triton-decode", flashinfer_paged=0.75, flashinfer_decode=0.5)],
+            FLASHINFER,
+            0.25,
+        ),
+        (
+            [layer(0, "triton-decode", flashinfer_decode=0.5, flashinfer_paged=0.75)],
+            FLASHINFER,
+            0.25,
+        ),
+        (
+            [replace(layer(0, "triton-decode", fa3=0.5), baseline="fa3-varlen")],
+            FLASH_3,
+            1,
+        ),
         ([layer(0, "fa3", phase="denoise")], {}, 1),
         ([layer(0, FP8), layer(1, FP8)], {**FLASH_3, "kv_cache_dtype": "fp8"}, 0),
         (

@@ -174,6 +174,44 @@ def test_choices_have_the_times_of_other_exact_kernels_that_may_run_there() -> N
     assert choose(rows, ONE_LAYER, COSINE, "old").choices[0].others == {"near": 0.0, "fast": 5.0}
 
 
+def test_a_slower_kernel_of_another_process_does_not_tie() -> None:
+    old = row("old", CALL, 10.0, accuracy_class="exact", process="one")
+    rows = [
+        row(
+            *(kernel, CALL, ms),
+            accuracy_class="exact",
+            process="two",
+            speedup=speedup_over("old", paired_speedup([10.0] * 10, [ms] * 10)),
+        )
+        for kernel, ms in (("slow", 20.0), ("same", 10.01))
+    ]
+    assert choose([old, *rows], ONE_LAYER, COSINE, "old").choices[0].others == {
+        "slow": -10.0,
+        "same": 0.0,
+    }
+    _, slow, same = uniform([old, *rows], ONE_LAYER, COSINE, "old")
+    assert (slow.saved_ms, slow.undecided) == (-10.0, 0)
+    assert (same.saved_ms, same.undecided) == (0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("ms", "fields"),
+    [
+        (None, {"status": "unsupported"}),
+        (5.0, {"status": "inaccurate"}),
+        (5.0, {"changed_inputs": ("query", "key")}),
+    ],
+)
+def test_others_leave_out_kernels_that_must_not_run_the_calls_of_a_layer(
+    ms: float | None, fields: dict[str, Any]
+) -> None:
+    """The second layer was not captured, so calls of the first one represent its calls."""
+    call = facts("a", "layers.0", "decode")
+    rows = [row("old", call, 10.0), row("new", call, ms, accuracy_class="exact", **fields)]
+    counted = census(("layers.0", "decode", 64, 1), ("layers.1", "decode", 64, 1))
+    assert [each.others for each in choose(rows, counted, COSINE, "old").choices] == [{}, {}]
+
+
 def test_a_slower_kernel_is_chosen_where_the_baseline_is_outside() -> None:
     counted = census(("layers.0", "denoise", 64, 3))
     rows = [row("old", CALL, 10.0, accuracy=judged(cosine=0.9)), row("careful", CALL, 20.0)]
