@@ -57,7 +57,9 @@ class Exported:
             return (
                 f"{self.target}: the plan changes nothing: it names no kernel but the model's own"
             )
-        head = f"{self.target}: saves {self.saved_ms:.4g} of the plan's {self.planned_ms:.4g} ms"
+        is_nothing = abs(self.saved_ms) < 1e-9 * abs(self.planned_ms)  # a remainder of rounding
+        saved = "nothing" if is_nothing else f"{self.saved_ms:.4g}"
+        head = f"{self.target}: saves {saved} of the plan's {self.planned_ms:.4g} ms"
         where = f" on {printable(self.device)}" if self.device else ""
         needs = f"; needs {self.needs}" if self.needs else ""
         return "\n".join([f"{head} per run{where}{needs}", *(f"- {loss}" for loss in self.losses)])

@@ -102,12 +102,18 @@ def _adapt(plan: Plan, target: Target) -> tuple[Plan, Target]:
 
 
 def _others(choice: LayerChoice, plan: Plan) -> dict[str, float]:
-    """Return the times that other backends save at a layer, each with its fastest kernel."""
+    """Return the times that other backends save at a layer, each with its fastest kernel.
+
+    The times of a layer with an FP8 cache hold for this cache alone, which an export keeps only
+    with the layer's own kernel.
+    """
+    own = own_kernel(choice, plan)
+    if SAME.get(own, own) == FP8:
+        return {}
     found: dict[str, float] = {}
     for kernel, saved_ms in choice.others.items():
         backend = SAME.get(kernel, kernel)
         found[backend] = max(saved_ms, found.get(backend, saved_ms))
-    own = own_kernel(choice, plan)
     found.pop(SAME.get(own, own), None)
     return found
 

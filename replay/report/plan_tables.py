@@ -228,10 +228,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
-    names = (
-        *("inside", "outside", "undecided", "overwrites", "falls_back", "failed"),
-        "not_captured",
-    )
+    names = ("inside", "outside", "overwrites", "falls_back", "failed", "not_captured")
     shown = [
         name
         for name in names
@@ -244,7 +241,7 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
         is_usable = each.saved_ms is not None and not each.outside + each.overwrites
         table.add_row(
             Text(each.kernel, "" if is_usable else "yellow"),
-            "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
+            _saved(each),
             *(str(getattr(each, name)) for name in shown),
             "-" if each.worst_figure is None else _figure(each.worst_figure, budget),
             Text(
@@ -252,3 +249,10 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
             ),
         )
     return table
+
+
+def _saved(kernel: Uniform) -> str:
+    """Format the saved time; `?` if no layer shows whether the kernel saves any."""
+    if kernel.saved_ms is None:
+        return "-"
+    return "?" if kernel.undecided and not kernel.saved_ms else f"{kernel.saved_ms:.4g}"

@@ -173,6 +173,12 @@ ONLY_0_IN_FP8 = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1", "2
             {**FLASH_3, "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
             0,
         ),
+        # The model ran with an FP8 cache, with which alone the time of FlashInfer was measured.
+        (
+            [replace(layer(0, "triton-varlen", flashinfer_paged=0.5), baseline=FP8)],
+            {**FLASH_3, "kv_cache_dtype": "fp8"},
+            1,
+        ),
         ([layer(0, "vllm-flash-attn")], {"attention_config": {"backend": "FLASH_ATTN"}}, 0),
         ([layer(0, "vllm-triton")], {"attention_config": {"backend": "TRITON_ATTN"}}, 0),
         # Only one phase of the layer has an FP8 cache, or another layer needs another backend.
@@ -259,6 +265,8 @@ def test_losses_have_their_cost_in_speed_and_error() -> None:
         "step; costs 0 ms per run; error: not measured",
     ]
     plan = plan_of(choice("a", "fa3", 5.0), choice("b", "sage1", 2.0))
+    nothing = export(plan_of(choice("a", "sage1", 0.1), choice("b", "sage1", 0.2)), "vllm")
+    assert str(nothing).startswith("vllm: saves nothing of the plan's 0.3 ms per run")
     assert str(export(plan, "diffusers")).endswith(
         "(b): torch-default, not sage1, because diffusers does not have sage1; costs 2 ms per run; "
         "error: that of the model's own attention"

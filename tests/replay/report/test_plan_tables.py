@@ -148,10 +148,12 @@ def test_each_kernel_alone_has_a_line() -> None:
     uniforms = [
         Uniform("torch-default", 0.0, 3, 0, 0, 0, 0, "blocks.0.a", "denoise", 1.0),
         Uniform("sage1", 12.34567, 2, 1, 0, 0, 0, "blocks.2.a", "denoise", 0.91),
+        Uniform("tied", 0.0, 3, 0, 0, 0, 0, "blocks.0.a", "denoise", 1.0, undecided=3),
         Uniform("flex", None, 2, 0, 0, 1, 0, "", "", None),
     ]
     lines = report([choice("blocks.0.a")], uniforms).splitlines()
-    rows = {line.split()[0]: line.split()[1:] for line in lines[-3:]}
+    rows = {line.split()[0]: line.split()[1:] for line in lines[-4:]}
+    assert rows["tied"][0] == "?"
     assert rows["sage1"] == ["12.35", "2", "1", "0", "0.910000", "blocks.2.a", "denoise"]
     assert rows["flex"] == ["-", "2", "0", "1", "-"]
     heading = next(line for line in lines if line.startswith("kernel"))
