@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     import_large("torch")
     from capture.storage.repair import repair
 
-    for sentence in repair(arguments.dir) or ["nothing to repair"]:
+    nothing = "nothing to repair: every recording ended, and the manifest is whole"
+    for sentence in repair(arguments.dir) or [nothing]:
         print(printable(sentence))
     return 0

@@ -79,7 +79,7 @@ def _sentences(
     what = "kernel" if predicted.clues.preparation_seconds is None else "kernel's core"
     yield (
         f"Alone, the {what} is {found.core_speedup:.2f}× as fast as the model's own attention, "
-        f"which would bring that to {in_ms(found.alone)} ({before / found.alone:.2f}×)."
+        f"which would bring {in_ms(before)} to {in_ms(found.alone)} ({before / found.alone:.2f}×)."
     )
     # Mention a loss only if it is large enough to notice.
     if abs(found.fallbacks) > NEGLIGIBLE * before:

@@ -50,7 +50,7 @@ def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> Mod
 def test_every_loss_is_named_and_they_add_up() -> None:
     assert explanation(checked()) == (
         "fast in flux, one denoising step: Attention takes 500 ms of 1 s (50 %). Alone, the "
-        "kernel's core is 2.00× as fast as the model's own attention, which would bring that to "
+        "kernel's core is 2.00× as fast as the model's own attention, which would bring 1 s to "
         "750 ms (1.33×). It refuses calls that take 100 ms, which costs 50 ms: 32 calls a run "
         "(head_dim 72), 8 calls a run (takes no mask). Preparing its inputs before the core "
         "(layout changes, quantisation) costs 50 ms. That predicts 850 ms (1.18×); measured: "
@@ -75,7 +75,7 @@ def test_launches_decide_where_the_gpu_waits_for_the_host() -> None:
     found = checked(span, 21.0)
     assert explanation(found) == (
         "fast in flux, decode, one token: Attention takes 4 ms of 20 ms (20 %). Alone, the kernel "
-        "is 2.00× as fast as the model's own attention, which would bring that to 18 ms (1.11×). "
+        "is 2.00× as fast as the model's own attention, which would bring 20 ms to 18 ms (1.11×). "
         "The GPU waits for the host 60 % of the time and launching its layers takes 0.6 ms more, "
         "so the host decides, which costs 2.5 ms. That predicts 20.5 ms (0.98×); measured: "
         "0.95× (0.95-0.96). Another 0.5 ms (2.5 % of the time) is unexplained."
