@@ -37,8 +37,8 @@ USAGE = """capture --model MODEL [options]
 
 DESCRIPTION = """\
 Run a model and record its attention calls (query, key, value, mask, output) in a directory of
-safetensors files. Other verbs, each with its own --help: show lists a recording, check verifies
-its files, repair recovers a recording whose process was killed, share copies it for others."""
+safetensors files. Other verbs have a --help of their own: show lists a recording, check verifies
+its files, repair recovers it after a kill, share copies it for others."""
 
 EXAMPLES = """\
   capture --model cogvideo --max 10                    10 calls of CogVideoX

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 from capture.command_line.parser import OneSentenceParser
@@ -27,9 +26,6 @@ def new_parser(verb: str, description: str, *, examples: str, usage: str) -> One
         usage=usage,
         description=description,
         epilog=f"examples:\n{examples}",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=26, width=100
-        ),
     )
 
 

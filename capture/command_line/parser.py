@@ -8,7 +8,9 @@ import importlib.metadata
 import math
 import platform
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -21,6 +23,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help text of at most 100 columns; texts with lines that begin with a space stay whole."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+        super().__init__(prog, max_help_position=27, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n " in text:
+            return super()._fill_text(text, width, indent)
+        return textwrap.fill(text, min(width, 85))  # longer lines of prose are hard to read
+
+
 class OneSentenceParser(argparse.ArgumentParser):
     """A parser that reports invalid arguments in one sentence without the usage, and exits with 2.
 
@@ -30,7 +45,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=Help, **options)
         self.register("type", None, not_empty)
 
     def parse_known_args(  # type: ignore[override]

@@ -111,7 +111,7 @@ def add_storage_options(command: OneSentenceParser) -> None:
         "--rank",
         type=natural,
         metavar="N",
-        help="rank of this process; all ranks may write to one DIR (default: torchrun's)",
+        help="rank of this process; ranks may share one DIR (default: torchrun's)",
     )
     store.add_argument(
         "--split",

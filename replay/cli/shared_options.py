@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 from typing import Any
 
 from capture.command_line.parser import (
@@ -203,14 +202,6 @@ DEVICES = ("--device", "--gpus", "--ray")
 """Mutually exclusive options that choose where the kernels run."""
 
 
-class WideHelp(argparse.RawDescriptionHelpFormatter):
-    """Help text of at most 100 columns, with one line per option where the option fits."""
-
-    def __init__(self, prog: str) -> None:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-        super().__init__(prog, max_help_position=27, width=width)
-
-
 class VerbParser(OneSentenceParser):
     """Parser of a verb, with methods to add shared options.
 
@@ -224,7 +215,6 @@ class VerbParser(OneSentenceParser):
             prog=f"replay {verb}".strip(),
             description=description,
             epilog=f"examples:\n{examples}" if examples else None,
-            formatter_class=WideHelp,
             add_help=False,
             **others,
         )

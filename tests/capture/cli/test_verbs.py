@@ -22,7 +22,10 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("verb", ALL_VERBS)
-def test_help_is_short(run_cli: RunCli, verb: str) -> None:
+def test_help_is_short(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    narrow = run_cli(verb, "--help")[1].partition("examples:")[0]
+    assert max(map(len, narrow.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "100")
     code, printed, _ = run_cli(verb, "--help")
     lines = printed.splitlines()
     assert code == 0
