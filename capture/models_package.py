@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 _NAME = "attention_replay_models"
+USER_MODULE = "_attention_replay_user_"
+"""Beginning of the name under which `models.userfunction` imports a user's file."""
 
 
 def import_models() -> ModuleType:

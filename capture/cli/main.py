@@ -21,6 +21,7 @@ from capture.command_line.standard_streams import (
 )
 from capture.command_line.termination import interrupted_by_sigterm
 from capture.command_line.verbosity import narrated
+from capture.models_package import USER_MODULE
 from capture.text.printable import printable
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except BaseException as error:  # some models raise errors that are not Exceptions
             if arguments.debug:
                 raise
-            code = _explain(error, arguments)
+            code = _explain(error, arguments.left_behind)
     exit_with("capture", code)
 
 
@@ -62,11 +63,11 @@ def _parsed(given: list[str]) -> tuple[Any, Any]:
     return command, parser.parse_args(rest)
 
 
-def _explain(error: BaseException, arguments: Any) -> int:
-    """Print one sentence, which ends with `arguments.left_behind`, and return the exit code."""
+def _explain(error: BaseException, left_behind: str) -> int:
+    """Print one sentence, which ends with `left_behind`, and return the exit code."""
     from capture.errors import MissingPackage, described
 
-    error, left_behind = MissingPackage.behind(error), arguments.left_behind
+    error = MissingPackage.behind(error)
     if isinstance(error, Error):
         sentence = f"capture: {printable(with_flags(str(error)))}{left_behind}"
         print(sentence, file=sys.stderr)
@@ -77,18 +78,16 @@ def _explain(error: BaseException, arguments: Any) -> int:
         return 1  # rich found that the reader of stdout has gone
     print(
         f"capture: failed with {printable(described(error))} "
-        f"({_line_of_user(error, arguments)}traceback with --debug){left_behind}",
+        f"({_line_of_user(error)}traceback with --debug){left_behind}",
         file=sys.stderr,
     )
     return 1
 
 
-def _line_of_user(error: BaseException, arguments: Any) -> str:
+def _line_of_user(error: BaseException) -> str:
     """Return the last line of the user's `FILE.py:FUNCTION` that an error passed, if any."""
-    file = Path(str(vars(arguments).get("model")).rpartition(":")[0]).name
-    lines = [
-        line
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if file and Path(frame.f_code.co_filename).name == file
-    ]
-    return f"{printable(file)}, line {lines[-1]}; " if lines else ""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).startswith(USER_MODULE):
+            place = f"{printable(Path(frame.f_code.co_filename).name)}, line {line}; "
+    return place

@@ -48,7 +48,7 @@ def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     called = " × ".join(str(list(shape)) for shape in shapes[:2])
     remedy = "capture it again"
     if -1 in shapes[0]:  # batches of an engine
-        remedy += ", without prefix caching, with which a second run of the engine computes less"
+        remedy += ", with the engine's prefix caching turned off"
     return (
         f"the model built here is not the one recorded: {module or 'code outside all modules'} "
         f"({phase}) calls attention {now[differing[0]]} times on {called}, not "

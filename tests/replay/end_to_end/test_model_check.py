@@ -327,8 +327,7 @@ def test_changed_model_is_reported_and_not_predicted() -> None:
     assert a.measured[RUN].speedup is not None
     batches = calls_on(-1, "prefill"), calls_on(-1, "extend")
     assert difference(*batches).endswith(
-        "capture it again, without prefix caching, with which a "
-        "second run of the engine computes less"
+        "capture it again, with the engine's prefix caching turned off"
     )
 
 
